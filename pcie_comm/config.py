@@ -1,0 +1,137 @@
+"""Configuration, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from .errors import InvalidArgumentError
+
+PROTOCOLS = ("auto", "pull", "push")
+
+_ENVIRONMENT = {
+    "timeout_s": ("PCIE_COMM_TIMEOUT_S", float),
+    "setup_timeout_s": ("PCIE_COMM_SETUP_TIMEOUT_S", float),
+    "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int),
+    "max_rows": ("PCIE_COMM_MAX_ROWS", int),
+    "protocol": ("PCIE_COMM_PROTOCOL", str),
+    "kernels_dir": ("PCIE_COMM_KERNELS", Path),
+    "cache_dir": ("PCIE_COMM_CACHE", Path),
+}
+
+
+def _default_cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "pcie_comm"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a group. All ranks must agree on the first five.
+
+    Args:
+        timeout_s: Longest wait of a launch for its peers, in seconds of wall time.
+        setup_timeout_s: Longest wait of a constructor for its peers, in seconds.
+        slot_nbytes: Bytes that all ranks together may gather in one call; two such slots lie in
+            every rank's slab.
+        max_rows: Most rows of one call.
+        protocol: `auto`, `pull` or `push`.
+        kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None.
+        cache_dir: Folder of the compile cache.
+    """
+
+    timeout_s: float = 30.0
+    setup_timeout_s: float = 60.0
+    slot_nbytes: int = 4 << 20
+    max_rows: int = 64
+    protocol: str = "auto"
+    kernels_dir: Path | None = None
+    cache_dir: Path = field(default_factory=_default_cache_dir)
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "setup_timeout_s"):
+            value = getattr(self, name)
+            if not 0.0 < value <= 86_400.0:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is out of range; give seconds above 0, at most 86400"
+                )
+        if not 4096 <= self.slot_nbytes <= 1 << 30:
+            raise InvalidArgumentError(
+                f"slot_nbytes={self.slot_nbytes!r} is out of range; give 4096 to {1 << 30} bytes"
+            )
+        if not 1 <= self.max_rows <= 65_536:
+            raise InvalidArgumentError(
+                f"max_rows={self.max_rows!r} is out of range; give 1 to 65536 rows"
+            )
+        if self.protocol not in PROTOCOLS:
+            raise InvalidArgumentError(
+                f"protocol={self.protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}"
+            )
+
+    @classmethod
+    def from_env(cls, base: Config | None = None) -> Config:
+        """Return `base`, or the defaults overlaid with the PCIE_COMM_* variables.
+
+        An explicit `base` wins over the environment.
+
+        Raises:
+            InvalidArgumentError: A variable holds no value of its type.
+        """
+        if base is not None:
+            return base
+        values = {}
+        for name, (variable, kind) in _ENVIRONMENT.items():
+            text = os.environ.get(variable)
+            if not text:
+                continue
+            try:
+                values[name] = kind(text)
+            except ValueError as error:
+                raise InvalidArgumentError(
+                    f"{variable}={text!r} is not a valid {kind.__name__}; mend or unset it"
+                ) from error
+        return replace(cls(), **values)
+
+    def contract(self) -> dict[str, object]:
+        """Return the settings that every rank must share, by name."""
+        shared = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in shared}
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What a launcher such as torchrun tells a process through its environment."""
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    has_rendezvous: bool
+
+    @classmethod
+    def read(cls) -> LaunchEnvironment:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+
+        def number(name: str) -> int | None:
+            text = os.environ.get(name)
+            if text is None:
+                return None
+            if not text.isdigit():
+                raise InvalidArgumentError(f"{name}={text!r} is not a rank count; mend or unset it")
+            return int(text)
+
+        return cls(
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            has_rendezvous=bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")),
+        )
+
+
+def request_hardware_queues(count: int) -> int:
+    """Ask CUDA for `count` hardware queues unless the user chose a number; return the number.
+
+    Streams that share a queue run one after the other, so a rank could wait for ever behind a
+    spinning one. The variable counts only until the first CUDA context of the process exists.
+    """
+    return int(os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(count)))

@@ -1,0 +1,1 @@
+"""Collectives as plugins: what moves where, on the device and in plain torch."""

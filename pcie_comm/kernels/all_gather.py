@@ -1,0 +1,147 @@
+"""Column gather of one tensor: the byte mover of all_gather_pair, all_gather_heads and Kimi's op.
+
+Every rank holds [rows, w] and wants [rows, world_size * w], rank-major. Only bytes move: the
+kernel knows row sizes and strides, no dtype.
+
+A tensor's staged form is dense: row r at byte r * row_nbytes. Blocks split it into equal chunks of
+whole 16-byte units, so the split does not depend on the pack width a rank uses: ranks whose
+tensors are aligned differently still exchange the same bytes between the same blocks.
+
+Bytes on the wire per rank: push rows * row_nbytes to each peer; pull the same, fetched by each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from ..layout import PACK_NBYTES
+from . import primitives as prim
+from .protocol import DeviceObject, Lane, LaneArgs, Staging
+
+IN_FLIGHT = 4
+"""Loads a thread issues before its first store; hides one trip behind another."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One gathered tensor: addresses and sizes, strides in bytes, `staged` its segment offset."""
+
+    source: Int64
+    source_stride: Int32
+    output: Int64
+    output_stride: Int32
+    row_nbytes: Int32
+    rows: Int32
+    staged: Int64
+
+
+class ColumnGather(DeviceObject):
+    """Moves one tensor through a channel, in `pack`-byte units, by `part` of `parts` blocks.
+
+    Requires: every address, stride and `row_nbytes` is a multiple of `pack`.
+    """
+
+    def __init__(
+        self, staging: Staging, columns: Columns, part: Int32, parts: Int32, pack: int
+    ) -> None:
+        self.staging = staging
+        self.columns = columns
+        self.pack = pack
+        nbytes = columns.rows * columns.row_nbytes
+        units = (nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
+        chunk = (units + parts - Int32(1)) // parts * Int32(PACK_NBYTES)
+        self.first = prim.minimum(part * chunk, nbytes) // Int32(pack)
+        self.count = prim.minimum((part + Int32(1)) * chunk, nbytes) // Int32(pack) - self.first
+        self.row_packs = columns.row_nbytes // Int32(pack)
+
+    def _split(self, index: Int32) -> tuple[Int32, Int32]:
+        """Return row, and byte within the row, of pack `index`."""
+        row = index // self.row_packs
+        return row, (index - row * self.row_packs) * Int32(self.pack)
+
+    @cute.jit
+    def stage(self) -> None:
+        """Put this block's chunk of the own shard. Participants: every thread of the block."""
+        lane = self.staging.lane
+        columns = self.columns
+        for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
+            index = self.first + local
+            row, column = self._split(index)
+            address = columns.source + Int64(row) * Int64(columns.source_stride) + Int64(column)
+            words = prim.load_pack(address, Uint32(1), self.pack)
+            offset = columns.staged + Int64(index) * self.pack
+            self.staging.put(offset, words, self.pack)
+
+    @cute.jit
+    def collect(self) -> None:
+        """Write this block's chunk of every rank's shard to the output.
+
+        Participants: every thread of the block. Requires: `exchange` returned 1.
+        """
+        lane = self.staging.lane
+        total = self.count * lane.world_size
+        for begin in cutlass.range(lane.thread, total, lane.threads * IN_FLIGHT, unroll=1):
+            packs = []
+            for step in cutlass.range_constexpr(IN_FLIGHT):
+                flat = begin + Int32(step * lane.threads)
+                enabled = Uint32(flat < total)
+                peer = flat // self.count
+                index = self.first + flat - peer * self.count
+                source = self.staging.source(prim.minimum(peer, lane.world_size - Int32(1)))
+                address = source + self.columns.staged + Int64(index) * self.pack
+                words = prim.load_peer_pack(address, enabled, self.pack)
+                packs.append((self._output(peer, index), words, enabled))
+            for step in cutlass.range_constexpr(IN_FLIGHT):
+                address, words, enabled = packs[step]
+                prim.store_pack(address, words, enabled, self.pack)
+
+    def _output(self, peer: Int32, index: Int32) -> Int64:
+        row, column = self._split(index)
+        columns = self.columns
+        return (
+            columns.output
+            + Int64(row) * Int64(columns.output_stride)
+            + Int64(peer * columns.row_nbytes + column)
+        )
+
+
+def gather_kernel(count: int, *, push: bool, pack: int, threads: int) -> Any:
+    """Return the kernel that gathers `count` tensors with one flag per peer.
+
+    Its scalars: rows; then `count` row sizes; then `count` row strides, all in bytes.
+    """
+
+    @cute.kernel
+    def gather(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
+        lane = Lane(args, threads)
+        staging = Staging(lane, push)
+        rows = Int32(scalars[0])
+        staged = Int64(0)
+        gathers = []
+        for i in cutlass.range_constexpr(count):
+            row_nbytes = Int32(scalars[1 + i])
+            columns = Columns(
+                source=tensors[i],
+                source_stride=Int32(scalars[1 + count + i]),
+                output=tensors[count + i],
+                output_stride=row_nbytes * lane.world_size,
+                row_nbytes=row_nbytes,
+                rows=rows,
+                staged=staged,
+            )
+            gathers.append(ColumnGather(staging, columns, lane.block, lane.grid, pack))
+            units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
+            staged += Int64(units) * PACK_NBYTES
+        if lane.ok != Uint32(0):
+            for i in cutlass.range_constexpr(count):
+                gathers[i].stage()
+        ok = lane.exchange(lane.ok)
+        if ok != Uint32(0):
+            for i in cutlass.range_constexpr(count):
+                gathers[i].collect()
+
+    return gather

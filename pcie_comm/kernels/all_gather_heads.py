@@ -1,0 +1,55 @@
+"""all_gather_heads: attention heads, gathered along the head dimension in one launch.
+
+[rows, heads/W, dim] is, byte for byte, a column gather of rows of heads/W * dim elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidArgumentError
+from .columns import check_columns, gather_variants, plan_gather
+from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AllGatherHeads(Collective):
+    """[rows, heads/W, dim] per rank -> [rows, heads, dim] on every rank."""
+
+    name = "all_gather_heads"
+    num_inputs = 1
+
+    def num_scalars(self, key: KernelKey) -> int:
+        return 3
+
+    def variants(self) -> Sequence[KernelKey]:
+        return gather_variants(self.name)
+
+    def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
+        """See Collective.plan. Scalars: rows, row bytes, row stride in bytes."""
+        (meta,) = tensors
+        check_columns(self.name, "local_heads", meta, ndim=3, max_rows=info.max_rows)
+        if meta.dtype == "float32":
+            raise InvalidArgumentError(
+                "local_heads has dtype=float32; heads are bf16, fp16 or fp8", op=self.name
+            )
+        rows, heads, dim = meta.shape
+        outputs = (OutputSpec((rows, heads * info.world_size, dim), meta.dtype),)
+        return plan_gather(self.name, info, tensors, outputs)
+
+    def kernel(self, key: KernelKey) -> Any:
+        from .all_gather import gather_kernel
+
+        protocol, pack = key.variant
+        return gather_kernel(1, push=protocol == "push", pack=int(pack), threads=self.block)
+
+    def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        from .reference import gather_heads
+
+        return (gather_heads([shard[0] for shard in shards]),)
+
+
+COLLECTIVES = (AllGatherHeads(),)

@@ -1,0 +1,118 @@
+"""Host side of the column gathers: checks, sizes, grid and pack width. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InvalidArgumentError
+from ..layout import PACK_NBYTES, align_up
+from ..policy import gather_blocks
+from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+
+PACKS = (16, 4, 1)
+"""Bytes per load and store: the widest that address, stride and row size allow is used."""
+
+GATHERED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+
+
+def check_columns(op: str, label: str, meta: TensorMeta, *, ndim: int, max_rows: int) -> None:
+    """Check what every gathered tensor must be.
+
+    Raises:
+        InvalidArgumentError: Rank, dtype, rows or inner stride does not fit.
+    """
+    facts = f"shape={meta.shape}, dtype={meta.dtype}, strides={meta.strides}"
+    if len(meta.shape) != ndim:
+        raise InvalidArgumentError(f"{label} needs {ndim} dimensions ({facts})", op=op)
+    if meta.dtype not in GATHERED_DTYPES:
+        raise InvalidArgumentError(
+            f"{label} has an unsupported dtype ({facts}); use one of {', '.join(GATHERED_DTYPES)}",
+            op=op,
+        )
+    if meta.shape[0] > max_rows:
+        raise InvalidArgumentError(
+            f"{label} has rows={meta.shape[0]}, more than max_rows={max_rows} ({facts}); "
+            "split the batch or raise Config.max_rows on every rank",
+            op=op,
+        )
+    if 0 in meta.shape[1:]:
+        raise InvalidArgumentError(f"{label} has an empty row ({facts})", op=op)
+    dense = 1
+    for size, stride in zip(meta.shape[:0:-1], meta.strides[:0:-1], strict=True):
+        if size > 1 and stride != dense:
+            raise InvalidArgumentError(
+                f"{label} is not contiguous within a row ({facts}); call .contiguous()", op=op
+            )
+        dense *= size
+    if meta.shape[0] > 1 and meta.strides[0] < dense:
+        raise InvalidArgumentError(
+            f"{label} has overlapping rows ({facts}); call .contiguous()", op=op
+        )
+
+
+def row_nbytes(meta: TensorMeta) -> int:
+    """Return the bytes of one row."""
+    count = 1
+    for size in meta.shape[1:]:
+        count *= size
+    return count * meta.itemsize
+
+
+def stride_nbytes(meta: TensorMeta) -> int:
+    """Return the distance of two rows in bytes; of a single row, its size."""
+    return meta.strides[0] * meta.itemsize if meta.shape[0] > 1 else row_nbytes(meta)
+
+
+def pack_width(info: PlanInfo, tensors: Sequence[TensorMeta]) -> int:
+    """Return the widest pack that suits every tensor and every output."""
+    sizes = [size for meta in tensors for size in (row_nbytes(meta), stride_nbytes(meta))]
+    limit = min([info.output_alignment, *(meta.alignment for meta in tensors)])
+    return next(p for p in PACKS if p <= limit and all(size % p == 0 for size in sizes))
+
+
+def check_capacity(op: str, info: PlanInfo, staged_nbytes: int) -> None:
+    """Check that a rank's bytes fit its segment.
+
+    Raises:
+        InvalidArgumentError: They do not; names both sizes.
+    """
+    if staged_nbytes > info.segment_nbytes:
+        raise InvalidArgumentError(
+            f"a call stages nbytes={staged_nbytes} per rank, more than the "
+            f"capacity={info.segment_nbytes}; raise Config.slot_nbytes on every rank "
+            f"(needed: {align_up(staged_nbytes, 128) * info.world_size})",
+            op=op,
+        )
+
+
+def gather_variants(op: str) -> list[KernelKey]:
+    """Return the kernels of a plain gather."""
+    return [KernelKey(op, (protocol, pack)) for protocol in ("push", "pull") for pack in PACKS]
+
+
+def plan_gather(
+    op: str, info: PlanInfo, tensors: Sequence[TensorMeta], outputs: tuple[OutputSpec, ...]
+) -> Plan:
+    """Plan a gather of `tensors`, staged one behind the other.
+
+    Raises:
+        InvalidArgumentError: Rows differ, or the bytes do not fit the slot.
+    """
+    rows = tensors[0].shape[0]
+    if any(meta.shape[0] != rows for meta in tensors):
+        raise InvalidArgumentError(
+            f"the tensors have different rows={[meta.shape[0] for meta in tensors]}", op=op
+        )
+    sizes = [row_nbytes(meta) for meta in tensors]
+    staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
+    check_capacity(op, info, staged)
+    return Plan(
+        op=op,
+        outputs=outputs,
+        kernel=KernelKey(op, (info.protocol, pack_width(info, tensors))),
+        grid=gather_blocks(staged * info.world_size, info.max_blocks),
+        scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
+        staged_nbytes=staged,
+        exchanged=tuple(range(len(tensors))),
+        facts=(info.protocol, *((meta.shape, meta.dtype) for meta in tensors)),
+    )

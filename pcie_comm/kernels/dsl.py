@@ -1,0 +1,36 @@
+"""The one place that drives the CuTe DSL compiler. Importing it needs the DSL, not a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
+
+from .protocol import LaneArgs
+from .registry import Collective, KernelKey
+
+_compiling = threading.Lock()
+
+
+def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[bytes, str]:
+    """Return cubin and PTX of one kernel. The DSL's tracer is not re-entrant, hence the lock."""
+    kernel = collective.kernel(key)
+    block = collective.block
+
+    @cute.jit
+    def launch(lane: LaneArgs, tensors: tuple, scalars: tuple) -> None:
+        kernel(lane, tensors, scalars).launch(grid=(1, 1, 1), block=(block, 1, 1))
+
+    lane = LaneArgs(Int64(0), Int32(0), Int32(0), Uint32(0))
+    tensors = (Int64(0),) * (collective.num_inputs + collective.num_outputs())
+    scalars = (Int64(0),) * collective.num_scalars(key)
+    with _compiling, tempfile.TemporaryDirectory(prefix="pcie_comm.") as folder:
+        options = (KeepCUBIN(), KeepPTX(), DumpDir(folder), GPUArch(arch))
+        compiled = cute.compile[options](launch, lane, tensors, scalars)
+        return bytes(compiled.__cubin__), str(compiled.__ptx__)
+
+
+__all__ = ["compile_kernel", "cutlass"]

@@ -1,0 +1,332 @@
+"""The only file with PTX, memory order and scope. Everything a kernel does to memory is here.
+
+Addresses are plain 64-bit integers (global) or 32-bit integers (shared); there is no tensor type
+on the device. Two families of global access exist, and mixing them up is the bug class this file
+prevents:
+
+* `load_*` / `store_*`: weak accesses, for tensors and for staging that a release will cover;
+* `load_peer_*`: relaxed at system scope, for bytes another rank wrote. Never served by a stale L1
+  line, never through the read-only path.
+
+`signal` and `poll` are the only release and acquire. Peer memory sees plain loads and stores only:
+PCIe peers have no remote atomics. The one atomic here works on this rank's control block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+MEMORY = "~{memory}"
+
+
+def _asm(
+    result: Any, operands: list[Any], text: str, constraints: str, *, effects: bool, **at: Any
+) -> Any:
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        f"{constraints},{MEMORY}" if effects else constraints,
+        has_side_effects=effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+
+
+def _struct(count: int, bits: int) -> Any:
+    return ir.Type.parse(f"!llvm.struct<({', '.join([f'i{bits}'] * count)})>")
+
+
+def _fields(value: Any, count: int, kind: Any, width: Any, **at: Any) -> tuple[Any, ...]:
+    return tuple(kind(llvm.extractvalue(width, value, [i], **at)) for i in range(count))
+
+
+# --- global memory, weak ---------------------------------------------------------------------
+
+
+@dsl_user_op
+def load_u32(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Load 4 bytes. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at)]
+    return Uint32(_asm(T.i32(), operands, "ld.global.u32 $0, [$1];", "=r,l", effects=True, **at))
+
+
+@dsl_user_op
+def load_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
+    """Load 8 bytes. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at)]
+    return Int64(_asm(T.i64(), operands, "ld.global.u64 $0, [$1];", "=l,l", effects=True, **at))
+
+
+@dsl_user_op
+def load_v4(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """Load 16 bytes from a 16-byte boundary as four words. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    text = "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];"
+    operands = [Int64(address).ir_value(**at)]
+    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l", effects=True, **at)
+    return _fields(value, 4, Uint32, T.i32(), **at)
+
+
+@dsl_user_op
+def store_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Store 4 bytes. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
+    _asm(None, operands, "st.global.u32 [$0], $1;", "l,r", effects=True, **at)
+
+
+@dsl_user_op
+def store_u64(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) -> None:
+    """Store 8 bytes. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
+    _asm(None, operands, "st.global.u64 [$0], $1;", "l,l", effects=True, **at)
+
+
+@dsl_user_op
+def store_v4(address: Int64, words: tuple[Uint32, ...], *, loc: Any = None, ip: Any = None) -> None:
+    """Store four words to a 16-byte boundary. Order: weak; a later `signal` publishes it."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), *(Uint32(w).ir_value(**at) for w in words)]
+    _asm(None, operands, "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r", effects=True, **at)
+
+
+# --- packs: the unit a gather moves, 16, 4 or 1 bytes, with a predicate instead of a branch ------
+
+_PACK = {16: ("v4.u32", 4), 4: ("u32", 1), 1: ("u8", 1)}
+
+
+def _pack_load(nbytes: int, qualifier: str, address: Any, enabled: Any, **at: Any) -> Any:
+    suffix, count = _PACK[nbytes]
+    places = [f"${i}" for i in range(count)]
+    target = "{" + ",".join(places) + "}" if count > 1 else places[0]
+    zero = "".join(f"mov.u32 {place}, 0;\n" for place in places)
+    text = (
+        f"{{\n.reg .pred p;\nsetp.ne.u32 p, ${count + 1}, 0;\n{zero}"
+        f"@p ld{qualifier}.global.{suffix} {target}, [${count}];\n}}"
+    )
+    outputs = ",".join(["=&r"] * count)
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    kind = _struct(count, 32) if count > 1 else T.i32()
+    value = _asm(kind, operands, text, f"{outputs},l,r", effects=True, **at)
+    return _fields(value, count, Uint32, T.i32(), **at) if count > 1 else (Uint32(value),)
+
+
+@dsl_user_op
+def load_pack(
+    address: Int64, enabled: Uint32, nbytes: int, *, loc: Any = None, ip: Any = None
+) -> tuple[Uint32, ...]:
+    """Load a pack of `nbytes` bytes if `enabled` is not 0, else return zeros. Order: weak."""
+    return _pack_load(nbytes, "", address, enabled, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_peer_pack(
+    address: Int64, enabled: Uint32, nbytes: int, *, loc: Any = None, ip: Any = None
+) -> tuple[Uint32, ...]:
+    """Load a pack that another rank wrote. Order: relaxed at system scope.
+
+    Requires: a `poll` of the writer's flag, and a block barrier behind it, came before.
+    """
+    return _pack_load(nbytes, ".relaxed.sys", address, enabled, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_pack(
+    address: Int64,
+    words: tuple[Uint32, ...],
+    enabled: Uint32,
+    nbytes: int,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Store a pack if `enabled` is not 0. Order: weak; a later `signal` publishes it."""
+    at = {"loc": loc, "ip": ip}
+    suffix, count = _PACK[nbytes]
+    places = [f"${i + 2}" for i in range(count)]
+    source = "{" + ",".join(places) + "}" if count > 1 else places[0]
+    text = f"{{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\n@p st.global.{suffix} [$0], {source};\n}}"
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    operands += [Uint32(word).ir_value(**at) for word in words]
+    _asm(None, operands, text, ",".join(["l", "r"] + ["r"] * count), effects=True, **at)
+
+
+@dsl_user_op
+def load_peer_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
+    """Load 8 bytes that another rank wrote. Order and Requires: as `load_peer_pack`."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at)]
+    text = "ld.relaxed.sys.global.u64 $0, [$1];"
+    return Uint64(_asm(T.i64(), operands, text, "=l,l", effects=True, **at))
+
+
+# --- flags and control ----------------------------------------------------------------------------
+
+
+@dsl_user_op
+def signal(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) -> None:
+    """Raise a flag. Order: release at system scope.
+
+    Everything this thread stored, or saw through a barrier of its block, is visible to whoever
+    polls this value.
+    """
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
+    _asm(None, operands, "st.release.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
+
+
+@dsl_user_op
+def poll(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
+    """Read a flag. Order: acquire at system scope: what came before the `signal` is visible."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at)]
+    text = "ld.acquire.sys.global.u64 $0, [$1];"
+    return Uint64(_asm(T.i64(), operands, text, "=l,l", effects=True, **at))
+
+
+@dsl_user_op
+def load_host_u32(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Read a word that the host may change at any time. Order: relaxed at system scope."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at)]
+    text = "ld.relaxed.sys.global.u32 $0, [$1];"
+    return Uint32(_asm(T.i32(), operands, text, "=r,l", effects=True, **at))
+
+
+@dsl_user_op
+def store_host_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Write the word the host watches. Order: release at system scope."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
+    _asm(None, operands, "st.release.sys.global.u32 [$0], $1;", "l,r", effects=True, **at)
+
+
+@dsl_user_op
+def claim(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Set a word of this rank's control block from 0 to `value`; return what it held.
+
+    The one atomic of the library. Order: relaxed at device scope. Requires: local memory.
+    """
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
+    text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, $2;"
+    return Uint32(_asm(T.i32(), operands, text, "=r,l,r", effects=True, **at))
+
+
+@dsl_user_op
+def global_timer(*, loc: Any = None, ip: Any = None) -> Int64:
+    """Return the device's wall clock in nanoseconds."""
+    at = {"loc": loc, "ip": ip}
+    return Int64(_asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l", effects=True, **at))
+
+
+@dsl_user_op
+def block_all(condition: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Barrier of the block; return 1 if `condition` was not 0 in every thread, else 0.
+
+    Participants: every thread of the block. Order: as a block barrier.
+    """
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\n.reg .pred q;\nsetp.ne.u32 p, $1, 0;\n"
+        "barrier.cta.red.and.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}"
+    )
+    operands = [Uint32(condition).ir_value(**at)]
+    return Uint32(_asm(T.i32(), operands, text, "=r,r", effects=True, **at))
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def load_shared_u32(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Load 4 bytes of shared memory."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at)]
+    return Uint32(_asm(T.i32(), operands, "ld.shared.u32 $0, [$1];", "=r,r", effects=True, **at))
+
+
+@dsl_user_op
+def load_shared_u64(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint64:
+    """Load 8 bytes of shared memory."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at)]
+    return Uint64(_asm(T.i64(), operands, "ld.shared.u64 $0, [$1];", "=l,r", effects=True, **at))
+
+
+@dsl_user_op
+def load_shared_v2_u64(address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint64, ...]:
+    """Load 16 bytes of shared memory as two 8-byte words."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at)]
+    text = "ld.shared.v2.u64 {$0,$1}, [$2];"
+    value = _asm(_struct(2, 64), operands, text, "=l,=l,r", effects=True, **at)
+    return _fields(value, 2, Uint64, T.i64(), **at)
+
+
+@dsl_user_op
+def load_shared_v4(address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """Load 16 bytes of shared memory as four words."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at)]
+    text = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];"
+    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,r", effects=True, **at)
+    return _fields(value, 4, Uint32, T.i32(), **at)
+
+
+@dsl_user_op
+def store_shared_u32(address: Int32, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """Store 4 bytes to shared memory."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at), Uint32(value).ir_value(**at)]
+    _asm(None, operands, "st.shared.u32 [$0], $1;", "r,r", effects=True, **at)
+
+
+@dsl_user_op
+def store_shared_u64(address: Int32, value: Uint64, *, loc: Any = None, ip: Any = None) -> None:
+    """Store 8 bytes to shared memory."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int32(address).ir_value(**at), Uint64(value).ir_value(**at)]
+    _asm(None, operands, "st.shared.u64 [$0], $1;", "r,l", effects=True, **at)
+
+
+@dsl_user_op
+def shared_address(pointer: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Return the 32-bit address of a shared allocation."""
+    return Int32(pointer.toint(loc=loc, ip=ip))
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def float_bits(value: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Reinterpret an fp32 as its bits."""
+    return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def bits_float(value: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Reinterpret 32 bits as an fp32."""
+    return Float32(llvm.bitcast(T.f32(), Uint32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def select(condition: Any, chosen: Any, other: Any) -> Any:
+    """Return `chosen` where `condition` holds, else `other`; both are evaluated, no branch."""
+    return cutlass.select_(condition, chosen, other)
+
+
+def minimum(left: Any, right: Any) -> Any:
+    """Return the smaller of two integers, no branch."""
+    return select(left < right, left, right)

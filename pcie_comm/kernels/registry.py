@@ -1,0 +1,238 @@
+"""The plugin contract, and where plugins are found.
+
+A collective says what it needs (`plan`), how the device does it (`kernel`) and what the right
+answer is (`reference`). Slabs, peer addresses, flags, epochs, bounds and graphs are the channel's.
+docs/adding_a_kernel.md builds one from nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRY_POINT_GROUP = "pcie_comm.collectives"
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a plan may know of a tensor: everything but its bytes and its address.
+
+    Attributes:
+        shape: Sizes.
+        dtype: Name without the `torch.` prefix, for example `bfloat16`.
+        strides: In elements.
+        itemsize: Bytes of one element.
+        alignment: Largest power of two, at most 16, that divides the address in bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+    itemsize: int
+    alignment: int = 16
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Shape and dtype of one output, the same on every rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlanInfo:
+    """What a plan may know of its group. Equal on all ranks except for `rank`.
+
+    Attributes:
+        rank: Group rank.
+        world_size: Number of ranks.
+        protocol: `pull` or `push`.
+        segment_nbytes: What one rank may stage in one slot.
+        max_rows: Most rows of one call.
+        max_blocks: Most thread blocks that are resident on every rank's device at once.
+        output_alignment: Largest power of two, at most 16, that divides every output's address.
+    """
+
+    rank: int
+    world_size: int
+    protocol: str
+    segment_nbytes: int
+    max_rows: int
+    max_blocks: int
+    output_alignment: int = 16
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """Names one compiled kernel: an operation and its compile-time facts.
+
+    Attributes:
+        op: Name of the collective.
+        variant: Compile-time facts in the plugin's own order, for example `("push", 16)`.
+    """
+
+    op: str
+    variant: tuple[str | int, ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.op, *map(str, self.variant)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call runs. Derived from metadata alone, so every rank derives the same.
+
+    Attributes:
+        op: Name of the collective.
+        outputs: What the call returns.
+        kernel: Which compiled kernel runs.
+        grid: Thread blocks of the launch.
+        scalars: Integers the kernel gets behind the tensors' addresses, as 64-bit arguments.
+        staged_nbytes: Bytes one rank stages; 0 for a call without communication.
+        exchanged: Indices of the inputs whose bytes go to the peers (the rest is local).
+        facts: What must be equal on all ranks for the call to match; goes into the signature.
+            Not the kernel's variant: ranks whose tensors are aligned differently still match.
+    """
+
+    op: str
+    outputs: tuple[OutputSpec, ...]
+    kernel: KernelKey
+    grid: int
+    scalars: tuple[int, ...] = ()
+    staged_nbytes: int = 0
+    exchanged: tuple[int, ...] = ()
+    facts: tuple[object, ...] = field(default=())
+
+    @property
+    def signature(self) -> int:
+        """32 bits that name the operation and its shapes; never 0. Travels in every flag."""
+        text = repr((self.op, self.grid, self.staged_nbytes, self.facts))
+        return zlib.crc32(text.encode()) or 1
+
+
+class Collective(ABC):
+    """A plugin. Instances are stateless; one serves any number of groups.
+
+    Attributes:
+        name: Name of the operation, unique among registered plugins.
+        num_inputs: Number of tensors a call takes.
+        block: Threads per block of its kernels.
+    """
+
+    name: str = ""
+    num_inputs: int = 1
+    block: int = 256
+
+    @abstractmethod
+    def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
+        """Check the inputs and say how the call runs. Pure.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, stride or size does not fit.
+            UnsupportedError: Legal, but not available for this world size or dtype.
+        """
+
+    @abstractmethod
+    def variants(self) -> Sequence[KernelKey]:
+        """Return every kernel that `plan` can ask for, for ahead-of-time builds."""
+
+    @abstractmethod
+    def kernel(self, key: KernelKey) -> Any:
+        """Return the CuTe DSL kernel `fn(lane: LaneArgs, tensors: tuple, scalars: tuple)`.
+
+        Called only when a kernel is compiled, with the DSL importable.
+        """
+
+    @abstractmethod
+    def num_scalars(self, key: KernelKey) -> int:
+        """Return how many scalars the kernel `key` takes."""
+
+    @abstractmethod
+    def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs from every rank's inputs, in plain torch.
+
+        Args:
+            shards: One sequence of input tensors per rank, in rank order. Inputs that are not
+                exchanged are this rank's own in every sequence.
+        """
+
+    def num_outputs(self) -> int:
+        """Return the number of tensors a call returns."""
+        return 1
+
+
+_registered: dict[str, Collective] = {}
+
+
+def register(collective: Collective) -> Collective:
+    """Make a plugin known by its name. Registering the same class twice is harmless.
+
+    Raises:
+        InvalidArgumentError: The name is empty or belongs to another class.
+    """
+    if not isinstance(collective, Collective) or not collective.name:
+        raise InvalidArgumentError(
+            f"collective={collective!r} is no named Collective; derive from Collective, set name"
+        )
+    known = _registered.get(collective.name)
+    if known is not None and type(known) is not type(collective):
+        raise InvalidArgumentError(
+            f"name={collective.name!r} belongs to {type(known).__qualname__}; choose another name"
+        )
+    _registered[collective.name] = collective
+    return collective
+
+
+def _load_builtins() -> None:
+    from . import all_gather_heads, all_gather_pair, all_gather_pair_topk, router
+
+    for module in (all_gather_pair, all_gather_heads, router, all_gather_pair_topk):
+        for collective in module.COLLECTIVES:
+            register(collective)
+
+
+def _load_entry_points() -> None:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if point.name in _registered:
+            continue
+        try:
+            loaded = point.load()
+            register(loaded() if isinstance(loaded, type) else loaded)
+        except Exception as error:
+            raise UnsupportedError(
+                f"plugin {point.name!r} ({point.value}) does not load: {error}; "
+                "mend or uninstall its package",
+                reason=f"entry point {point.name} failed",
+            ) from error
+
+
+def collectives() -> dict[str, Collective]:
+    """Return every registered plugin by name: built-in, then third-party entry points."""
+    _load_builtins()
+    _load_entry_points()
+    return dict(_registered)
+
+
+def find(name: str) -> Collective:
+    """Return the plugin `name`.
+
+    Raises:
+        InvalidArgumentError: No plugin has that name; lists those that exist.
+    """
+    if name not in _registered:
+        collectives()
+    if name not in _registered:
+        raise InvalidArgumentError(
+            f"op={name!r} is unknown; registered are {', '.join(sorted(_registered))}"
+        )
+    return _registered[name]

@@ -1,0 +1,150 @@
+"""Every offset, stride, alignment and slot count of the memory that ranks share. Pure arithmetic.
+
+Two allocations per channel and rank:
+
+* the **slab**, which peers can address: header, signal pad, two slots;
+* the **control block**, which only its own rank addresses: poison word, epochs, peer table.
+
+Device code gets these numbers as compile-time constants, the CPU path uses them through NumPy
+views, so both sides agree by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_WORLD = 16
+"""Largest world size: sixteen ranks share one 128-byte line of flags per block."""
+
+MAX_BLOCKS = 32
+"""Largest grid of one launch: each block owns one flag per peer and one epoch word."""
+
+NUM_SLOTS = 2
+"""Nobody is ever more than one epoch ahead (docs/protocol.md), so two slots suffice."""
+
+PACK_NBYTES = 16
+"""Widest load and store; every staged tensor starts on this boundary."""
+
+LINE_NBYTES = 128
+
+SLAB_MAGIC = 0x5043_4945_434F_4D31
+"""First word of every slab. A peer checks it, and the nonce behind it, after mapping."""
+
+EPOCH_MASK = 0xFFFF_FFFF
+
+
+def align_up(nbytes: int, alignment: int) -> int:
+    """Round `nbytes` up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
+
+
+def next_epoch(epoch: int) -> int:
+    """Return the epoch after `epoch`; the counter is 32 bits wide and wraps to 0."""
+    return (epoch + 1) & EPOCH_MASK
+
+
+def slot_of(epoch: int) -> int:
+    """Return the slot that an epoch uses. 2**32 is even, so the order survives the wrap."""
+    return epoch % NUM_SLOTS
+
+
+def flag_value(epoch: int, signature: int) -> int:
+    """Return the 8-byte flag of an epoch: signature in the high word, epoch in the low word.
+
+    A signature is never 0, so no epoch's flag equals the zero a fresh slab holds.
+    """
+    return (signature << 32) | (epoch & EPOCH_MASK)
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """Offsets inside a slab, in bytes from its start.
+
+    Attributes:
+        slot_nbytes: Capacity of one slot.
+        world_size: Number of ranks; push divides a slot into this many segments.
+    """
+
+    slot_nbytes: int
+    world_size: int
+
+    HEADER_NBYTES = LINE_NBYTES
+    NONCE_OFFSET = 8
+    NONCE_NBYTES = 16
+    FLAGS_OFFSET = HEADER_NBYTES
+    FLAG_NBYTES = 8
+    FLAG_ROW_NBYTES = MAX_WORLD * FLAG_NBYTES
+    FLAG_SLOT_NBYTES = MAX_BLOCKS * FLAG_ROW_NBYTES
+    SLOTS_OFFSET = FLAGS_OFFSET + NUM_SLOTS * FLAG_SLOT_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole slab."""
+        return self.SLOTS_OFFSET + NUM_SLOTS * self.slot_nbytes
+
+    @property
+    def segment_nbytes(self) -> int:
+        """What one rank may put into one slot."""
+        return self.slot_nbytes // self.world_size // LINE_NBYTES * LINE_NBYTES
+
+    def flag_offset(self, slot: int, block: int, writer: int) -> int:
+        """Offset of the flag that rank `writer` raises for thread block `block`."""
+        return (
+            self.FLAGS_OFFSET
+            + slot * self.FLAG_SLOT_NBYTES
+            + block * self.FLAG_ROW_NBYTES
+            + writer * self.FLAG_NBYTES
+        )
+
+    def slot_offset(self, slot: int) -> int:
+        """Offset of slot `slot`."""
+        return self.SLOTS_OFFSET + slot * self.slot_nbytes
+
+    def segment_offset(self, slot: int, writer: int) -> int:
+        """Offset of the part of a slot that rank `writer` fills under push."""
+        return self.slot_offset(slot) + writer * self.segment_nbytes
+
+
+class ControlLayout:
+    """Offsets inside a control block, in bytes. Written by its own rank only.
+
+    poison u32: 0, or the failure code of the first launch that gave up; written by kernels.
+    timeout_ns u64, abort u64, status u64: constants; the latter two are device addresses of
+    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab.
+    peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
+    epoch of the last launch, one word per block; every launch advances all of them by one.
+    """
+
+    POISON = 0
+    SLOT_NBYTES = 4
+    SEGMENT_NBYTES = 8
+    TIMEOUT_NS = 16
+    ABORT = 24
+    STATUS = 32
+    PEERS = LINE_NBYTES
+    EPOCHS = 2 * LINE_NBYTES
+    NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)
+
+
+class StatusLayout:
+    """Offsets inside the status record, in bytes; pinned host memory, one record per channel.
+
+    Written once, by the first device thread that gives up; `CODE` last. `ABORT` is the other
+    direction: the host sets it, every waiting thread polls it.
+    """
+
+    CODE = 0
+    PEER = 4
+    EPOCH = 8
+    WANTED_SIGNATURE = 12
+    SEEN_EPOCH = 16
+    SEEN_SIGNATURE = 20
+    ELAPSED_NS = 24
+    BLOCK = 32
+    ABORT = 64
+    NBYTES = 128
+
+    CODE_OK = 0
+    CODE_TIMEOUT = 1
+    CODE_ABORTED = 2
+    CODE_MISMATCH = 3

@@ -1,0 +1,136 @@
+"""What the runtime asks of torch tensors: metadata for plans, checks of `out=`, byte views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import InvalidArgumentError
+from .kernels.registry import OutputSpec, TensorMeta
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+    )
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a plan's dtype name."""
+    return _DTYPES[name]
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Return what a plan may know of a tensor."""
+    low_bits = tensor.data_ptr() & 15
+    return TensorMeta(
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        strides=tensor.stride(),
+        itemsize=tensor.itemsize,
+        alignment=low_bits & -low_bits if low_bits else 16,
+    )
+
+
+def key_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a cheap hashable that decides `meta_of` and the device."""
+    return (
+        tensor.shape,
+        tensor.dtype,
+        tensor.stride(),
+        tensor.device,
+        tensor.data_ptr() & 15,
+    )
+
+
+def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.device) -> None:
+    """Check number, type and device of a call's inputs.
+
+    Raises:
+        InvalidArgumentError: Names the input and what it is.
+    """
+    if len(tensors) != count:
+        raise InvalidArgumentError(f"expected {count} tensors, got {len(tensors)}", op=op)
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"input {index} is a {type(tensor).__name__}, expected a torch.Tensor", op=op
+            )
+        if tensor.device != device:
+            raise InvalidArgumentError(
+                f"input {index} is on device={tensor.device}, the group is on {device}; "
+                "move the tensor or build the group there",
+                op=op,
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise InvalidArgumentError(f"input {index} is no plain strided tensor", op=op)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return first and last-plus-one address of a tensor's bytes."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def check_outputs(
+    op: str,
+    outputs: Sequence[object],
+    specs: Sequence[OutputSpec],
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Check tensors given as `out=` against what the call writes.
+
+    Raises:
+        InvalidArgumentError: Number, shape, dtype, device or layout differs, or memory overlaps.
+    """
+    if len(outputs) != len(specs):
+        raise InvalidArgumentError(f"out= needs {len(specs)} tensors, got {len(outputs)}", op=op)
+    spans = [(f"input {i}", _span(tensor)) for i, tensor in enumerate(inputs)]
+    for index, (out, spec) in enumerate(zip(outputs, specs, strict=True)):
+        if not isinstance(out, torch.Tensor):
+            raise InvalidArgumentError(
+                f"out[{index}] is a {type(out).__name__}, expected a torch.Tensor", op=op
+            )
+        facts = f"shape={tuple(out.shape)}, dtype={out.dtype}, device={out.device}"
+        if tuple(out.shape) != spec.shape or out.dtype != torch_dtype(spec.dtype):
+            raise InvalidArgumentError(
+                f"out[{index}] has {facts}, expected shape={spec.shape}, dtype={spec.dtype}", op=op
+            )
+        if out.device != inputs[0].device:
+            raise InvalidArgumentError(
+                f"out[{index}] has {facts}, expected device={inputs[0].device}", op=op
+            )
+        if not out.is_contiguous():
+            raise InvalidArgumentError(
+                f"out[{index}] is not contiguous ({facts}, strides={out.stride()})", op=op
+            )
+        start, stop = _span(out)
+        for label, (other_start, other_stop) in spans:
+            if start < other_stop and other_start < stop:
+                raise InvalidArgumentError(
+                    f"out[{index}] overlaps {label}: bytes {start:#x} to {stop:#x} and "
+                    f"{other_start:#x} to {other_stop:#x}; give it memory of its own",
+                    op=op,
+                )
+        spans.append((f"out[{index}]", (start, stop)))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense CPU tensor as a flat uint8 tensor that shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""How one rank's slab becomes addressable by the others."""

@@ -1,0 +1,132 @@
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pcie_comm.errors import InvalidArgumentError, UnsupportedError
+from pcie_comm.kernels import router_spec
+from pcie_comm.kernels.router_spec import KIMI_K3, RouterSpec
+
+
+def test_kimi_k3_spells_out_the_defaults():
+    spelled_out = RouterSpec(
+        num_experts=896,
+        top_k=16,
+        score="sigmoid",
+        groups=1,
+        topk_groups=1,
+        bias=True,
+        renormalize=True,
+        scale=1.0,
+        eps=1e-20,
+        numerics="torch",
+    )
+    assert spelled_out == KIMI_K3
+
+
+def test_a_spec_is_a_value():
+    same, other = RouterSpec(896, 16), RouterSpec(896, 16, numerics="vllm")
+    assert same == KIMI_K3
+    assert other != KIMI_K3
+    assert len({same, KIMI_K3, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KIMI_K3.top_k = 8
+    assert dataclasses.replace(KIMI_K3, numerics="vllm") == other
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "supported"),
+    [
+        ("num_experts", 384, "896"),
+        ("num_experts", 895, "896"),
+        ("num_experts", 897, "896"),
+        ("num_experts", 1024, "896"),
+        ("top_k", 8, "16"),
+        ("top_k", 17, "16"),
+        ("score", "softmax", "'sigmoid'"),
+        ("groups", 8, "1"),
+        ("bias", False, "True"),
+        ("renormalize", False, "True"),
+        ("scale", 2.5, "1.0"),
+        ("eps", 0.0, "1e-20"),
+        ("numerics", "fast", "'torch' or 'vllm'"),
+    ],
+)
+def test_a_router_without_a_kernel_is_unsupported(field, value, supported):
+    with pytest.raises(UnsupportedError) as caught:
+        dataclasses.replace(KIMI_K3, **{field: value})
+    assert f"{field}={value!r}" in str(caught.value)
+    assert supported in str(caught.value)
+    assert f"{field}={value!r}" in caught.value.reason
+    assert supported in caught.value.reason
+
+
+def test_the_first_field_without_a_kernel_is_named():
+    with pytest.raises(UnsupportedError, match="num_experts=256"):
+        RouterSpec(256, 8, groups=8, topk_groups=4, scale=2.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_experts", 0),
+        ("num_experts", -896),
+        ("top_k", 0),
+        ("top_k", 897),
+        ("groups", 0),
+        ("groups", 5),
+        ("topk_groups", 0),
+        ("topk_groups", 2),
+        ("scale", 0.0),
+        ("scale", -1.0),
+        ("scale", float("nan")),
+        ("scale", float("inf")),
+        ("eps", -1e-20),
+        ("eps", float("nan")),
+    ],
+)
+def test_a_value_that_no_router_has_is_invalid(field, value):
+    with pytest.raises(InvalidArgumentError, match=field) as caught:
+        dataclasses.replace(KIMI_K3, **{field: value})
+    assert f"{field}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("num_experts", 896.0, "int"),
+        ("num_experts", "896", "int"),
+        ("top_k", True, "int"),
+        ("groups", None, "int"),
+        ("bias", 1, "bool"),
+        ("renormalize", "yes", "bool"),
+        ("score", None, "str"),
+        ("numerics", 1, "str"),
+        ("scale", "1.0", "float"),
+        ("eps", True, "float"),
+    ],
+)
+def test_a_wrong_type_is_invalid(field, value, wanted):
+    with pytest.raises(InvalidArgumentError, match=f"{field}=.*pass {wanted}"):
+        dataclasses.replace(KIMI_K3, **{field: value})
+
+
+def test_an_int_is_a_float():
+    assert dataclasses.replace(KIMI_K3, scale=1) == KIMI_K3
+
+
+def test_invalid_arguments_are_value_errors():
+    with pytest.raises(ValueError, match="top_k"):
+        RouterSpec(896, 0)
+
+
+def test_the_module_needs_neither_torch_nor_cuda():
+    source = Path(router_spec.__file__).read_text(encoding="utf-8")
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert imported == {"__future__", "dataclasses", "math", "typing", "pcie_comm.errors"}
