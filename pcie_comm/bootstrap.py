@@ -4,39 +4,33 @@ Three kinds of ranks share one interface: threads of one process (here), process
 torch store, and members of a torch process group (both in bootstrap_torch.py). Only bytes travel;
 they are read as JSON or fixed binary, never unpickled.
 
-An exchange is collective: every rank calls it in the same order. `agree` turns local work into
-such a step, so that a failure on one rank reaches all of them and nobody is left waiting.
+An exchange is collective: every rank calls it in the same order. `agree` (agreement.py) turns local
+work into such a step, so that a failure on one rank reaches all and nobody is left waiting.
 """
 
 from __future__ import annotations
 
 import json
-import operator
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from .agreement import agree, compare
 from .config import Config
 from .errors import (
     BrokenError,
     ClosedError,
-    CommError,
-    InvalidArgumentError,
-    MismatchError,
     PeerAbortedError,
     PeerTimeoutError,
 )
-from .layout import MAX_WORLD
+from .rank_order import group_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DONE = b"\x01"
-_FAILED = b"\x00"
-_MAX_REASON = 4096
-"""Longest error text, in characters, that travels to the other ranks."""
+__all__ = ["Bootstrap", "ThreadBootstrap", "agree", "compare", "open_bootstrap"]
 
 
 class Bootstrap(ABC):
@@ -48,14 +42,16 @@ class Bootstrap(ABC):
     Attributes:
         rank: Group rank of this end.
         world_size: Number of ranks.
+        global_ranks: What launcher or torch call each of them, in group-rank order.
         same_process: All ranks are threads of this process.
     """
 
     same_process: bool = False
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(global_ranks)
+        self.global_ranks = tuple(global_ranks)
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -126,9 +122,9 @@ class Bootstrap(ABC):
 class _Meeting:
     """Where the threads of one process meet. Every field is guarded by `changed`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, global_ranks: Sequence[int]) -> None:
         self.changed = threading.Condition()
-        self.world_size = world_size
+        self.global_ranks = tuple(global_ranks)
         self.rounds: dict[int, dict[int, bytes]] = {}
         self.readers: dict[int, int] = {}
         self.aborted: tuple[int, str] | None = None
@@ -140,14 +136,14 @@ class ThreadBootstrap(Bootstrap):
     same_process = True
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, meeting.world_size)
+        super().__init__(rank, meeting.global_ranks)
         self._meeting = meeting
         self._round = 0
 
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
         """Return the connected ends of `world_size` ranks, in rank order."""
-        meeting = _Meeting(len(group_order(world_size)))
+        meeting = _Meeting(group_order(world_size))
         return [cls(rank, meeting) for rank in range(world_size)]
 
     def _exchange(self, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -162,7 +158,7 @@ class ThreadBootstrap(Bootstrap):
             )
             if len(here) < self.world_size:
                 if meeting.aborted is not None:
-                    raise _aborted(self.rank, *meeting.aborted)
+                    raise aborted_by(self.rank, *meeting.aborted)
                 missing = [peer for peer in range(self.world_size) if peer not in here]
                 raise self._timed_out(missing, started)
             meeting.readers[number] = meeting.readers.get(number, 0) + 1
@@ -178,168 +174,14 @@ class ThreadBootstrap(Bootstrap):
             self._meeting.changed.notify_all()
 
 
-def _aborted(rank: int, peer: int, reason: str) -> PeerAbortedError:
+def alone(global_ranks: Sequence[int]) -> Bootstrap:
+    """Return the bootstrap of a group of one: no peers, no connection."""
+    return ThreadBootstrap(0, _Meeting(global_ranks))
+
+
+def aborted_by(rank: int, peer: int, reason: str) -> PeerAbortedError:
+    """Build the error of a rank that learns of a peer's abort."""
     return PeerAbortedError(f"rank {peer} aborted: {reason}", rank=rank, peer=peer)
-
-
-def agree(
-    bootstrap: Bootstrap, what: str, work: Callable[[], bytes], timeout_s: float
-) -> list[bytes]:
-    """Run `work` on every rank and share how it went.
-
-    Collective. Every rank takes part whether its own work succeeded or not, so nobody waits for a
-    rank that has already failed. Work must not talk to peers itself.
-
-    Args:
-        bootstrap: The ranks.
-        what: The step in a few words, for messages: "mapping the peers' slabs".
-        work: Returns the bytes to share.
-        timeout_s: Longest wait for the peers' outcomes, in seconds, after the own work.
-
-    Returns:
-        What each rank's work returned, in group-rank order.
-
-    Raises:
-        PeerAbortedError: Another rank's work failed; holds that error's class and text.
-        Exception: The own work's error, if it failed here.
-    """
-    error: Exception | None = None
-    payload = b""
-    try:
-        payload = work()
-    except Exception as caught:
-        error = caught
-    except BaseException as caught:  # leaving the process must not wait for peers
-        bootstrap.abort(f"{what}: {type(caught).__name__}")
-        raise
-    try:
-        outcome = _DONE + payload if error is None else _FAILED + _describe(error)
-        try:
-            outcomes = bootstrap.all_gather(outcome, timeout_s)
-        except CommError:
-            if error is not None:
-                raise error  # noqa: B904  the exchange's failure stays visible as __context__
-            raise
-        if error is not None:
-            raise error
-        _raise_first_failure(bootstrap, what, outcomes)
-        return [outcome[1:] for outcome in outcomes]
-    finally:
-        del error  # its traceback holds this frame
-
-
-def _describe(error: Exception) -> bytes:
-    return json.dumps([type(error).__name__, str(error)[:_MAX_REASON]]).encode()
-
-
-def _raise_first_failure(bootstrap: Bootstrap, what: str, outcomes: Sequence[bytes]) -> None:
-    failed = [peer for peer, outcome in enumerate(outcomes) if not outcome.startswith(_DONE)]
-    if not failed:
-        return
-    kind, text = json.loads(outcomes[failed[0]][1:])
-    others = f" (ranks {', '.join(map(str, failed[1:]))} failed as well)" if failed[1:] else ""
-    raise PeerAbortedError(
-        f"{what} failed on rank {failed[0]}: {kind}: {text}{others}",
-        rank=bootstrap.rank,
-        peer=failed[0],
-    )
-
-
-def compare(records: Sequence[bytes], what: str) -> None:
-    """Check that the ranks' contract records, JSON objects, are equal field by field.
-
-    Every rank holds the same records, so every rank reaches the same verdict.
-
-    Args:
-        records: One record per rank, in group-rank order.
-        what: What the records describe, for the message.
-
-    Raises:
-        MismatchError: `values` maps each rank to its values of the fields that differ.
-        InvalidArgumentError: A record is no JSON object.
-    """
-    contracts = [_read_contract(record, peer) for peer, record in enumerate(records)]
-    names = sorted({name for contract in contracts for name in contract})
-    absent = "<absent>"
-    differing = [
-        name
-        for name in names
-        if any(c.get(name, absent) != contracts[0].get(name, absent) for c in contracts)
-    ]
-    if not differing:
-        return
-    values = {
-        rank: {name: contract.get(name, absent) for name in differing}
-        for rank, contract in enumerate(contracts)
-    }
-    listing = "; ".join(
-        f"{name}: " + ", ".join(f"rank {rank}={row[name]!r}" for rank, row in values.items())
-        for name in differing
-    )
-    raise MismatchError(
-        f"the ranks disagree on {what}: {listing}; give every rank the same", values=values
-    )
-
-
-def _read_contract(record: bytes, peer: int) -> dict[str, Any]:
-    try:
-        contract = json.loads(record)
-        if not isinstance(contract, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"the contract record of rank {peer} is malformed ({error}); "
-            "do all ranks run the same version of pcie_comm?",
-            peer=peer,
-        ) from error
-    return contract
-
-
-def group_order(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the global ranks of a group in group-rank order.
-
-    Raises:
-        InvalidArgumentError: `ranks` is no world size from 1 to 16 and no sequence of that many
-            different, non-negative global ranks.
-    """
-    if isinstance(ranks, Sequence):
-        return _checked_sequence(ranks)
-    world_size = _checked_integer(ranks, "ranks")
-    if not 1 <= world_size <= MAX_WORLD:
-        raise InvalidArgumentError(
-            f"world size ranks={world_size} is out of range; give 1 to {MAX_WORLD}"
-        )
-    return tuple(range(world_size))
-
-
-def _checked_sequence(ranks: Sequence[int]) -> tuple[int, ...]:
-    order = tuple(_checked_integer(rank, f"ranks={ranks!r}: rank") for rank in ranks)
-    if not 1 <= len(order) <= MAX_WORLD:
-        raise InvalidArgumentError(
-            f"ranks={ranks!r} has length {len(order)}; give 1 to {MAX_WORLD} global ranks"
-        )
-    if min(order) < 0:
-        raise InvalidArgumentError(
-            f"ranks={ranks!r} holds the negative rank {min(order)}; global ranks start at 0"
-        )
-    twice = sorted({rank for rank in order if order.count(rank) > 1})
-    if twice:
-        raise InvalidArgumentError(
-            f"ranks={ranks!r} names {twice} more than once; name each global rank once"
-        )
-    return order
-
-
-def _checked_integer(value: object, name: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError("a bool is no rank")
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"{name}={value!r} is not an integer; give a world size from 1 to {MAX_WORLD}, "
-            "or a list of global ranks"
-        ) from error
 
 
 def open_bootstrap(
@@ -366,8 +208,16 @@ def open_bootstrap(
     """
     from . import bootstrap_torch  # torch only when a group is built
 
-    group_order(ranks)
-    config = config or Config.from_env()
+    order = group_order(ranks)
+    config = config or Config()
     if process_group is not None:
-        return bootstrap_torch.from_process_group(ranks, process_group)
-    return bootstrap_torch.from_launch(group_order(ranks), config.setup_timeout_s)
+        bootstrap = bootstrap_torch.from_process_group(ranks, process_group)
+    else:
+        bootstrap = bootstrap_torch.from_launch(order, config.setup_timeout_s)
+    try:
+        named = json.dumps({"ranks": bootstrap.global_ranks}).encode()
+        compare(bootstrap.all_gather(named, config.setup_timeout_s), "the order of the group")
+    except BaseException:
+        bootstrap.close()
+        raise
+    return bootstrap

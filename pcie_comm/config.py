@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .errors import InvalidArgumentError
 
 PROTOCOLS = ("auto", "pull", "push")
 
-_ENVIRONMENT = {
-    "timeout_s": ("PCIE_COMM_TIMEOUT_S", float),
-    "setup_timeout_s": ("PCIE_COMM_SETUP_TIMEOUT_S", float),
-    "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int),
-    "max_rows": ("PCIE_COMM_MAX_ROWS", int),
-    "protocol": ("PCIE_COMM_PROTOCOL", str),
-    "kernels_dir": ("PCIE_COMM_KERNELS", Path),
-    "cache_dir": ("PCIE_COMM_CACHE", Path),
+DEFAULTS = {
+    "timeout_s": ("PCIE_COMM_TIMEOUT_S", float, 30.0),
+    "setup_timeout_s": ("PCIE_COMM_SETUP_TIMEOUT_S", float, 60.0),
+    "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int, 4 << 20),
+    "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
+    "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
+    "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
+    "cache_dir": ("PCIE_COMM_CACHE", Path, None),
 }
+"""Per field of Config: the variable that sets its default, its type, and the default without it."""
+
+SHARED = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol")
+
+
+def _default(name: str) -> Any:
+    variable, kind, fallback = DEFAULTS[name]
+    text = os.environ.get(variable)
+    if not text:
+        return _default_cache_dir() if name == "cache_dir" else fallback
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{variable}={text!r} is not a valid {kind.__name__}; mend or unset it"
+        ) from error
+
+
+def _from_env(name: str) -> Any:
+    return field(default_factory=lambda: _default(name))
 
 
 def _default_cache_dir() -> Path:
@@ -28,26 +49,34 @@ def _default_cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a group. All ranks must agree on the first five.
+    """Settings of a group. What is not given comes from the environment, else from the defaults.
+
+    All ranks must agree on the first five.
 
     Args:
-        timeout_s: Longest wait of a launch for its peers, in seconds of wall time.
-        setup_timeout_s: Longest wait of a constructor for its peers, in seconds.
+        timeout_s: Longest wait of a launch for its peers, in seconds of wall time; 30 by default,
+            PCIE_COMM_TIMEOUT_S.
+        setup_timeout_s: Longest wait of a constructor for its peers, in seconds; 60,
+            PCIE_COMM_SETUP_TIMEOUT_S.
         slot_nbytes: Bytes that all ranks together may gather in one call; two such slots lie in
-            every rank's slab.
-        max_rows: Most rows of one call.
-        protocol: `auto`, `pull` or `push`.
-        kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None.
-        cache_dir: Folder of the compile cache.
+            every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
+        max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
+        protocol: `auto`, `pull` or `push`; `auto`, PCIE_COMM_PROTOCOL.
+        kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
+            PCIE_COMM_KERNELS.
+        cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
+
+    Raises:
+        InvalidArgumentError: A value, or a variable, is out of range or of the wrong type.
     """
 
-    timeout_s: float = 30.0
-    setup_timeout_s: float = 60.0
-    slot_nbytes: int = 4 << 20
-    max_rows: int = 64
-    protocol: str = "auto"
-    kernels_dir: Path | None = None
-    cache_dir: Path = field(default_factory=_default_cache_dir)
+    timeout_s: float = _from_env("timeout_s")
+    setup_timeout_s: float = _from_env("setup_timeout_s")
+    slot_nbytes: int = _from_env("slot_nbytes")
+    max_rows: int = _from_env("max_rows")
+    protocol: str = _from_env("protocol")
+    kernels_dir: Path | None = _from_env("kernels_dir")
+    cache_dir: Path = _from_env("cache_dir")
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "setup_timeout_s"):
@@ -69,34 +98,9 @@ class Config:
                 f"protocol={self.protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}"
             )
 
-    @classmethod
-    def from_env(cls, base: Config | None = None) -> Config:
-        """Return `base`, or the defaults overlaid with the PCIE_COMM_* variables.
-
-        An explicit `base` wins over the environment.
-
-        Raises:
-            InvalidArgumentError: A variable holds no value of its type.
-        """
-        if base is not None:
-            return base
-        values = {}
-        for name, (variable, kind) in _ENVIRONMENT.items():
-            text = os.environ.get(variable)
-            if not text:
-                continue
-            try:
-                values[name] = kind(text)
-            except ValueError as error:
-                raise InvalidArgumentError(
-                    f"{variable}={text!r} is not a valid {kind.__name__}; mend or unset it"
-                ) from error
-        return replace(cls(), **values)
-
     def contract(self) -> dict[str, object]:
         """Return the settings that every rank must share, by name."""
-        shared = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in shared}
+        return {name: getattr(self, name) for name in SHARED}
 
 
 @dataclass(frozen=True)

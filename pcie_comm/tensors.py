@@ -33,27 +33,53 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def alignment_of(tensor: object) -> int:
+    """Return the largest power of two, at most 16, that divides a tensor's address.
+
+    Raises:
+        InvalidArgumentError: Not a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"out= holds a {type(tensor).__name__}, expected torch.Tensor")
+    low_bits = tensor.data_ptr() & 15
+    return low_bits & -low_bits if low_bits else 16
+
+
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Return what a plan may know of a tensor."""
-    low_bits = tensor.data_ptr() & 15
     return TensorMeta(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         strides=tensor.stride(),
         itemsize=tensor.itemsize,
-        alignment=low_bits & -low_bits if low_bits else 16,
+        alignment=alignment_of(tensor),
     )
 
 
 def key_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a cheap hashable that decides `meta_of` and the device."""
-    return (
-        tensor.shape,
-        tensor.dtype,
-        tensor.stride(),
-        tensor.device,
-        tensor.data_ptr() & 15,
-    )
+    return (tensor.data_ptr() & 15, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def identities(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return a hashable that decides everything a check may ask, the addresses included.
+
+    The device is not in it: an address belongs to one device, or to the host.
+    """
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+
+
+def _current_stream_handle(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# torch's own compiler launches through these: a tenth of the cost of the public wrappers, which
+# serve where a build of torch lacks them.
+current_stream_handle = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream_handle)
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+is_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.device) -> None:
@@ -129,6 +155,15 @@ def check_outputs(
                     op=op,
                 )
         spans.append((f"out[{index}]", (start, stop)))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with canonical strides.
+
+    `contiguous()` would not do: torch calls a tensor contiguous whatever stride its dimensions of
+    size 1 have, and then refuses to view its bytes.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,9 @@ class AllGatherPairTopk(Collective):
     def num_scalars(self, key: KernelKey) -> int:
         return 8
 
+    def check_world_size(self, world_size: int) -> None:
+        expert_groups(self.spec.num_experts, world_size)
+
     def variants(self) -> Sequence[KernelKey]:
         return [
             KernelKey(self.name, (protocol, pack, numerics))
@@ -96,7 +99,7 @@ class AllGatherPairTopk(Collective):
                 OutputSpec((rows, spec.top_k), "int32"),
             ),
             kernel=KernelKey(self.name, (info.protocol, pack_width(info, [down]), spec.numerics)),
-            grid=router_blocks + down_blocks,
+            grid=router_blocks + down_blocks if rows else 0,
             scalars=(
                 rows,
                 router_blocks,

@@ -110,7 +110,7 @@ def plan_gather(
         op=op,
         outputs=outputs,
         kernel=KernelKey(op, (info.protocol, pack_width(info, tensors))),
-        grid=gather_blocks(staged * info.world_size, info.max_blocks),
+        grid=gather_blocks(staged * info.world_size, info.max_blocks) if rows else 0,
         scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
         staged_nbytes=staged,
         exchanged=tuple(range(len(tensors))),

@@ -50,19 +50,22 @@ class CompiledKernel:
     ptx: str = ""
 
 
-@functools.lru_cache(maxsize=None)
+DEVICE_MODULES = ("all_gather", "dsl", "primitives", "protocol", "router_kernels", "topk")
+"""Modules of this package whose text shapes machine code; so do layout and router_spec."""
+
+
+@functools.cache
 def _package_sources() -> bytes:
     folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder.parent / "layout.py"]
-    return b"\0".join(file.read_bytes() for file in files)
+    files = [folder / f"{name}.py" for name in (*DEVICE_MODULES, "router_spec")]
+    return b"\0".join(file.read_bytes() for file in [*files, folder.parent / "layout.py"])
 
 
 def fingerprint(collective: Collective) -> str:
     """Return a hash of all sources that shape the kernels of `collective`."""
     digest = hashlib.sha256(_package_sources())
-    module = inspect.getmodule(type(collective))
-    file = getattr(module, "__file__", None)
-    if file and Path(file).parent != Path(__file__).parent:
+    file = getattr(inspect.getmodule(type(collective)), "__file__", None)
+    if file:
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .. import driver
 from .compile import CompiledKernel
@@ -18,22 +18,47 @@ _LANE_OFFSETS = (0, 8, 12, 16)
 _LANE_NBYTES = struct.calcsize(_LANE_FORMAT)
 
 
-class LoadedKernel:
-    """A kernel in this process, with its own argument buffer.
+class Arguments:
+    """The packed arguments of one launch, and the pointers to them that the driver wants.
 
-    Not thread-safe: a channel owns its loaded kernels and launches under its lock. The driver
-    copies the arguments during the launch call, so the buffer is free again when it returns.
+    The driver copies them during the launch call, so they may be kept and used again.
+
+    Args:
+        lane: Control block address, rank, world size, signature.
+        addresses: Of inputs, then outputs.
+        scalars: Of the plan.
+    """
+
+    __slots__ = ("_addresses", "_buffer", "_pointers", "address")
+
+    def __init__(
+        self, lane: tuple[int, int, int, int], addresses: Sequence[int], scalars: Sequence[int]
+    ) -> None:
+        layout = f"{_LANE_FORMAT}{len(addresses)}Q{len(scalars)}q"
+        packed = struct.pack(layout, *lane, *addresses, *scalars)
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        base = ctypes.addressof(self._buffer)
+        offsets = (*_LANE_OFFSETS, *range(_LANE_NBYTES, len(packed), 8))
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self._pointers)
+        self._addresses = struct.Struct(f"<{len(addresses)}Q")
+
+    def point_to(self, addresses: Sequence[int]) -> None:
+        """Replace the addresses of inputs and outputs."""
+        self._addresses.pack_into(self._buffer, _LANE_NBYTES, *addresses)
+
+
+class LoadedKernel:
+    """A kernel in this process. Its context must be current during construction.
 
     Args:
         compiled: The kernel.
-        num_tensors: Inputs and outputs.
-        num_scalars: Scalars of the plan.
 
     Raises:
         CudaError: The driver refuses the cubin.
     """
 
-    def __init__(self, compiled: CompiledKernel, num_tensors: int, num_scalars: int) -> None:
+    def __init__(self, compiled: CompiledKernel) -> None:
         self.compiled = compiled
         self.block = compiled.block
         library = driver.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
@@ -45,40 +70,25 @@ class LoadedKernel:
         api = driver.bindings()
         self._launch = api.cuLaunchKernel
         self._function = api.CUfunction(int(kernel))
-        self._struct = struct.Struct(f"{_LANE_FORMAT}{num_tensors}Q{num_scalars}q")
-        self._arguments = ctypes.create_string_buffer(self._struct.size)
-        base = ctypes.addressof(self._arguments)
-        words = range(_LANE_NBYTES, self._struct.size, 8)
-        offsets = (*_LANE_OFFSETS, *words)
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
-        self._pointers_address = ctypes.addressof(self._pointers)
 
-    def launch(
-        self,
-        lane: tuple[int, int, int, int],
-        addresses: Sequence[int],
-        scalars: Sequence[int],
-        grid: int,
-        stream: int,
-    ) -> None:
-        """Enqueue one launch.
+    def launcher(self, arguments: Arguments, grid: int) -> Callable[[int], None]:
+        """Return a function of a stream handle that enqueues one launch.
 
-        Args:
-            lane: Control block address, rank, world size, signature.
-            addresses: Of inputs, then outputs.
-            scalars: Of the plan.
-            grid: Thread blocks.
-            stream: CUDA stream handle; its context must be current.
-
-        Raises:
-            CudaError: The launch failed.
+        The stream's context must be current. The function raises CudaError if the launch fails.
         """
-        self._struct.pack_into(self._arguments, 0, *lane, *addresses, *scalars)
-        (status,) = self._launch(
-            self._function, grid, 1, 1, self.block, 1, 1, 0, stream, self._pointers_address, 0
+        launch, function, block, address = (
+            self._launch,
+            self._function,
+            self.block,
+            arguments.address,
         )
-        if status:
-            driver.check("cuLaunchKernel", (status,))
+
+        def enqueue(stream: int) -> None:
+            (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
+            if status:
+                driver.check("cuLaunchKernel", (status,))
+
+        return enqueue
 
     def resident_blocks(self, multiprocessors: int) -> int:
         """Return how many blocks of this kernel the device holds at once."""
@@ -92,6 +102,3 @@ class LoadedKernel:
         library, self._library = self._library, None
         if library is not None:
             driver.call("cuLibraryUnload", library)
-
-
-

@@ -96,7 +96,7 @@ class Plan:
         op: Name of the collective.
         outputs: What the call returns.
         kernel: Which compiled kernel runs.
-        grid: Thread blocks of the launch.
+        grid: Thread blocks of the launch; 0 for a call with nothing to do.
         scalars: Integers the kernel gets behind the tensors' addresses, as 64-bit arguments.
         staged_nbytes: Bytes one rank stages; 0 for a call without communication.
         exchanged: Indices of the inputs whose bytes go to the peers (the rest is local).
@@ -169,6 +169,9 @@ class Collective(ABC):
     def num_outputs(self) -> int:
         """Return the number of tensors a call returns."""
         return 1
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UnsupportedError if the collective does not serve this world size."""
 
 
 _registered: dict[str, Collective] = {}

@@ -66,7 +66,7 @@ class RouterTopk(Collective):
             op=self.name,
             outputs=(OutputSpec(shape, "float32"), OutputSpec(shape, "int32")),
             kernel=KernelKey(self.name, (self.spec.numerics,)),
-            grid=max(rows, 1),
+            grid=rows,
             scalars=(logits.strides[0] * logits.itemsize,),
             facts=(rows,),
         )

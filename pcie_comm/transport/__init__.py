@@ -1,1 +1,52 @@
 """How one rank's slab becomes addressable by the others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+
+from ..errors import InvalidArgumentError
+from .base import Transport
+
+_CLASSES = {
+    "host_shm": "HostShmTransport",
+    "cuda_local": "CudaLocalTransport",
+    "cuda_ipc": "CudaIpcTransport",
+    "host_pinned": "HostPinnedTransport",
+}
+
+
+def load(name: str) -> type[Transport]:
+    """Return the transport class called `name`. Imports its module, but starts no CUDA.
+
+    Raises:
+        InvalidArgumentError: There is none of that name.
+    """
+    if name not in _CLASSES:
+        raise InvalidArgumentError(
+            f"transport={name!r} is unknown; choose one of {', '.join(_CLASSES)}"
+        )
+    module = importlib.import_module(f".{name}", __name__)
+    transport: type[Transport] = getattr(module, _CLASSES[name])
+    return transport
+
+
+class _Transports(Mapping[str, type[Transport]]):
+    """The transports by name; each is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> type[Transport]:
+        if name not in _CLASSES:
+            raise KeyError(name)
+        return load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _CLASSES
+
+
+TRANSPORTS: Mapping[str, type[Transport]] = _Transports()

@@ -5,6 +5,7 @@ The life of a slab, on every rank:
     record = transport.allocate(nbytes)   own slab: zeroed, fenced, then its identity is returned
     ... the ranks exchange their records ...
     peers = transport.map(records)        every rank's slab becomes addressable
+    transport.seal()                      all have mapped: names that only served it may go
     ... launches ...
     transport.unmap()                     this rank stops addressing its peers
     ... the ranks agree that all have unmapped ...
@@ -83,6 +84,9 @@ class Transport(ABC):
             UnsupportedError: A peer cannot be reached; names both devices.
             CudaError: The driver refused a handle.
         """
+
+    def seal(self) -> None:
+        """Drop what only served the mapping, such as a file's name. Every peer has mapped."""
 
     @abstractmethod
     def unmap(self) -> None:

@@ -1,0 +1,162 @@
+"""Rendezvous of processes through a torch store (TCPStore under torchrun)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .bootstrap import Bootstrap, aborted_by
+from .errors import PeerDiedError
+
+_FIRST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.02
+_LINGER_S = 2.0
+_LEFT = b"left"
+
+
+class Pause:
+    """Sleeps between two looks at something: short at first, then longer, until a deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.started = time.monotonic()
+        self._deadline = self.started + timeout_s
+        self._seconds = _FIRST_PAUSE_S
+
+    def remaining_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def sleep(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_S)
+
+
+class StoreBootstrap(Bootstrap):
+    """Ranks are processes that share a torch store.
+
+    Looks at keys instead of blocking in `Store.wait`: a client has one connection, which others in
+    this process use too, and a look can tell which ranks are missing.
+
+    Each group has a session of its own (`_join`), so that groups of the same ranks, built one after
+    another or after a failed attempt, never read each other's keys. A rank deletes its payload of
+    one exchange when it has completed the next; who closes last deletes the rest.
+
+    Args:
+        store: A store that all ranks reach.
+        order: Global ranks in group-rank order.
+        global_rank: This process.
+        timeout_s: Longest wait for the peers to join, in seconds.
+
+    Raises:
+        PeerTimeoutError: A rank did not come in time.
+        PeerDiedError: The store is gone.
+    """
+
+    def __init__(
+        self, store: Store, order: Sequence[int], global_rank: int, timeout_s: float
+    ) -> None:
+        super().__init__(order.index(global_rank), order)
+        self._global_rank = global_rank
+        self._hosts_store = global_rank == 0 and not dist.is_torchelastic_launched()
+        self._round = 0
+        members = "-".join(map(str, sorted(order)))
+        try:
+            meeting = PrefixStore(f"pcie_comm/{members}", store)
+            self._store = PrefixStore(self._join(meeting, timeout_s), meeting)
+        except RuntimeError as error:
+            self._raise_store_error(error)
+
+    def _join(self, store: Store, timeout_s: float) -> str:
+        """Return the name of a session that all ranks have entered.
+
+        Each rank writes a fresh token, the tokens of all make the session's name, and each rank
+        acknowledges that name. With the token of a failed attempt they make a name that the token's
+        owner does not acknowledge; when the owner comes again, its new token makes a new name.
+        """
+        mine, joins = f"join/{self._global_rank}", [f"join/{rank}" for rank in self.global_ranks]
+        store.set(mine, secrets.token_hex(8))
+        session, pause = "", Pause(timeout_s)
+        while not (session and store.check(_acknowledgements(session, self.global_ranks))):
+            tokens = [store.get(key) for key in joins] if store.check(joins) else [_LEFT]
+            name = hashlib.sha256(b"".join(sorted(tokens))).hexdigest()[:16]
+            if _LEFT not in tokens and name != session:
+                store.delete_key(f"{session}/ack/{self._global_rank}")
+                session = name
+                store.set(f"{session}/ack/{self._global_rank}", "1")
+            elif pause.remaining_s() <= 0:
+                keys = _acknowledgements(session, self.global_ranks) if session else joins
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                store.set(mine, _LEFT.decode())
+                store.delete_key(f"{session}/ack/{self._global_rank}")
+                raise self._timed_out(missing, pause.started)
+            else:
+                pause.sleep()
+        return session
+
+    def _exchange(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        number, pause = self._round, Pause(timeout_s)
+        self._round += 1
+        keys = [f"{number}/{rank}" for rank in self.global_ranks]
+        try:
+            self._store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes are legal
+            while not self._store.check(keys):
+                if self._store.check(["abort"]):
+                    raise aborted_by(self.rank, *json.loads(self._store.get("abort")))
+                if pause.remaining_s() <= 0:
+                    missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                    raise self._timed_out(missing, pause.started)
+                pause.sleep()
+            payloads = [self._store.get(key) for key in keys]
+            if number:
+                self._store.delete_key(f"{number - 1}/{self._global_rank}")
+        except RuntimeError as error:
+            self._raise_store_error(error)
+        return payloads
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        with suppress(RuntimeError):
+            self._store.set("abort", json.dumps([self.rank, reason]))
+
+    def close(self) -> None:
+        """Give up the connection.
+
+        The process that hosts the store waits up to 2 s for the others to close: they may still be
+        reading the last exchange, and the store ends with its process.
+        """
+        if self._closed:
+            return
+        super().close()
+        with suppress(RuntimeError):  # the store is gone: nothing to tidy up
+            if self._store.add("closed", 1) == self.world_size:
+                self._delete_session()
+            pause = Pause(_LINGER_S if self._hosts_store else 0.0)
+            while pause.remaining_s() > 0 and self._store.check(["closed"]):
+                pause.sleep()
+
+    def _delete_session(self) -> None:
+        for rank in self.global_ranks:
+            self._store.delete_key(f"ack/{rank}")
+            for number in range(max(0, self._round - 2), self._round):
+                self._store.delete_key(f"{number}/{rank}")
+        self._store.delete_key("abort")
+        self._store.delete_key("closed")
+
+    def _raise_store_error(self, error: RuntimeError) -> NoReturn:
+        reason = str(error).partition("\n")[0]
+        raise PeerDiedError(
+            f"the torch store failed ({reason}); it ends with the process that hosts it, "
+            "global rank 0 or the launcher",
+            rank=self.rank,
+        ) from error
+
+
+def _acknowledgements(session: str, order: Sequence[int]) -> list[str]:
+    return [f"{session}/ack/{rank}" for rank in order]

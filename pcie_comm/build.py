@@ -1,0 +1,214 @@
+"""Ahead-of-time builds: every kernel of every collective, for architectures of one's choice.
+
+The DSL compiles one kernel at a time per process, so a build spreads over worker processes. The
+folder it writes is what `PCIE_COMM_KERNELS` names.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import driver
+from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
+from .kernels import compile as compiler
+from .kernels.registry import KernelKey, collectives, find
+
+MAX_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to build for one architecture."""
+
+    key: KernelKey
+    arch: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel that was built and written.
+
+    Attributes:
+        nbytes: Size of its machine code.
+        registers: Per thread.
+        elapsed_s: Wall time of its compilation.
+    """
+
+    job: Job
+    nbytes: int
+    registers: int
+    elapsed_s: float
+
+
+def default_workers() -> int:
+    """Return how many worker processes a build uses unless it is told."""
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def known_archs() -> list[str]:
+    """Return the architectures that the installed DSL can build for.
+
+    Raises:
+        CompileError: There is no DSL.
+    """
+    try:
+        from cutlass.base_dsl.enums import Arch
+    except ImportError as error:
+        raise CompileError(
+            f"the CuTe DSL, which compiles the kernels, cannot be imported ({error}); "
+            f"pip install '{compiler.DSL_PACKAGE}[cu13]'"
+        ) from error
+    return [arch.name for arch in Arch]
+
+
+def resolve_archs(names: Sequence[str]) -> list[str]:
+    """Return the architectures that `names` mean, each once; `native` is this machine's GPU.
+
+    Raises:
+        InvalidArgumentError: The DSL does not know one of them.
+        UnsupportedError: `native` without a GPU.
+        CompileError: There is no DSL.
+    """
+    known = known_archs()
+    archs = [native_arch() if name == "native" else name for name in dict.fromkeys(names)]
+    for arch in archs:
+        if arch not in known:
+            raise InvalidArgumentError(
+                f"arch={arch!r} is unknown to the DSL {compiler.dsl_version()}; "
+                f"choose from native, {', '.join(known)}"
+            )
+    return list(dict.fromkeys(archs))
+
+
+def native_arch() -> str:
+    """Return the architecture of this process's first GPU.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    try:
+        missing = "" if driver.device_count() else "this process sees no CUDA device"
+    except CommError as error:
+        missing = getattr(error, "reason", str(error))
+    if missing:
+        raise UnsupportedError(
+            f"arch='native' needs a GPU ({missing}); name an arch such as sm_90a", reason=missing
+        )
+    major, minor = (
+        driver.call("cuDeviceGetAttribute", attribute, driver.call("cuDeviceGet", 0))
+        for attribute in _capability_attributes()
+    )
+    return compiler.native_arch((int(major), int(minor)))
+
+
+def _capability_attributes() -> tuple[object, object]:
+    attributes = driver.bindings().CUdevice_attribute
+    prefix = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
+    return getattr(attributes, f"{prefix}_MAJOR"), getattr(attributes, f"{prefix}_MINOR")
+
+
+def jobs(archs: Sequence[str], ops: Sequence[str] = ()) -> list[Job]:
+    """Return a job per architecture and variant of the collectives `ops`; none named: of all.
+
+    Raises:
+        InvalidArgumentError: An op is unknown.
+    """
+    chosen = [find(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    return [
+        Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
+    ]
+
+
+def build_all(
+    todo: Sequence[Job], folder: Path, workers: int, on_built: Callable[[Built], None]
+) -> list[Built]:
+    """Build every job and write it to `folder`.
+
+    Args:
+        todo: The jobs.
+        folder: Made if need be; kernels of the same name are replaced, atomically.
+        workers: Processes; 1 builds in this one.
+        on_built: Called here after every kernel.
+
+    Raises:
+        CompileError: A kernel does not build or cannot be written; those built so far are there.
+        InvalidArgumentError: The folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"out={folder} is no folder to write to ({error})") from error
+    done: list[Built] = []
+
+    def note(outcome: Built | str) -> None:
+        if isinstance(outcome, str):
+            raise CompileError(outcome)
+        done.append(outcome)
+        on_built(outcome)
+
+    if min(workers, len(todo)) <= 1:
+        for job in todo:
+            note(build(job, folder))
+        return done
+    context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
+    with ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
+        try:
+            for future in as_completed([pool.submit(build, job, folder) for job in todo]):
+                note(future.result())
+        except BrokenProcessPool as error:
+            raise CompileError(
+                f"a worker process died after {len(done)} of {len(todo)} kernels; "
+                "for want of memory? Try --jobs 1"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return done
+
+
+def build(job: Job, folder: Path) -> Built | str:
+    """Build and write one kernel; an error is returned as text, which any process can pass on."""
+    started = time.perf_counter()
+    try:
+        kernel = compiler.build(find(job.key.op), job.key, job.arch)
+        compiler.write(kernel, folder)
+    except (CompileError, InvalidArgumentError) as error:
+        return str(error)
+    except OSError as error:
+        return f"kernel {job.key} for {job.arch} cannot be written to {folder} ({error})"
+    elapsed_s = time.perf_counter() - started
+    return Built(job, len(kernel.cubin), max_registers(kernel.cubin), elapsed_s)
+
+
+def max_registers(cubin: bytes) -> int:
+    """Return the registers per thread that a cubin's largest function uses; 0 if it does not say.
+
+    Source: a cubin is an ELF file; its sections `.nv.info.*` hold records of format, attribute and
+    size, and attribute 0x2f is (symbol, registers). cuobjdump -res-usage prints the same number.
+    """
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_nbytes, count = struct.unpack_from("<HH", cubin, 0x3A)
+    most = 0
+    for index in range(count):
+        kind, _, _, start, nbytes = struct.unpack_from(
+            "<IQQQQ", cubin, table + index * entry_nbytes + 4
+        )
+        if kind != 0x7000_0000:  # SHT_CUDA_INFO
+            continue
+        position = start
+        while position < start + nbytes:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, position)
+            position += 4
+            if form != 4:  # the value itself; form 4: the size of what follows
+                continue
+            if attribute == 0x2F:
+                most = max(most, struct.unpack_from("<II", cubin, position)[1])
+            position += value
+    return most

@@ -1,0 +1,322 @@
+"""Channel: one ordered lane of a group. Plans calls, checks them, hands them to its engine.
+
+A channel has slabs, flags and an epoch of its own, so calls on two channels are independent of
+each other. Calls on one channel are ordered, on every rank in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .cuda_engine import BoundLaunch, CudaEngine
+from .errors import BrokenError, ClosedError
+from .host_engine import HostEngine
+from .kernels.registry import Collective, Plan, PlanInfo, find
+from .kernels.router_spec import KIMI_K3, RouterSpec
+from .tensors import (
+    alignment_of,
+    check_inputs,
+    check_outputs,
+    identities,
+    key_of,
+    meta_of,
+    torch_dtype,
+)
+
+REMEMBERED_CALLS = 4096
+"""Distinct calls whose checks are remembered; then the memory starts anew."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked and planned call: what is left to do is to launch it, or to run it on the host.
+
+    Attributes:
+        outputs: Shape and dtype of each output.
+        launch: On a GPU, unless there is nothing to do; its arguments may still point nowhere.
+    """
+
+    collective: Collective
+    plan: Plan
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    launch: BoundLaunch | None
+
+
+def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
+    if len(calls) >= REMEMBERED_CALLS:
+        calls.clear()
+    calls[key] = call
+
+
+class Collectives:
+    """The collectives as methods of a group and of a channel.
+
+    Attributes:
+        _issue: `Channel.issue` of the channel that serves the calls. An attribute rather than a
+            method: a call passes through as few frames as possible.
+    """
+
+    _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
+
+    def run(self, collective: Collective, *tensors: torch.Tensor, out: Any = None) -> Any:
+        """Run a plugin, registered or not.
+
+        Collective, on the current stream, capturable after `prepare`. Rows 0 on every rank is
+        legal: empty outputs, no launch.
+
+        Args:
+            collective: The plugin.
+            tensors: Its inputs, on the group's device.
+            out: A tensor, or a sequence of them, to write to; allocated if None.
+
+        Returns:
+            One tensor, or a tuple of them, as the plugin declares.
+
+        Raises:
+            InvalidArgumentError: The plugin, or a check of `out`, refuses; nothing was enqueued.
+            BrokenError: The channel failed earlier; the first failure is its cause.
+            ClosedError: The channel is closed.
+        """
+        return self._issue(collective, tensors, out)
+
+    def all_gather_pair(
+        self,
+        local_first: torch.Tensor,
+        local_second: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather two tensors by columns in one launch; bytes are moved, never converted.
+
+        Collective, on the current stream, capturable after `prepare`.
+
+        Args:
+            local_first: [rows, w1], bf16, fp16, fp32 or fp8; rows at any stride.
+            local_second: [rows, w2], likewise, of any of these dtypes.
+            out: [rows, W*w1] and [rows, W*w2], contiguous; allocated if None.
+
+        Returns:
+            Both gathered tensors, column shards in rank order.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
+            BrokenError: The channel failed earlier.
+        """
+        return self._issue(find("all_gather_pair"), (local_first, local_second), out)
+
+    def all_gather_heads(
+        self, local_heads: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Gather attention heads: [rows, heads/W, dim] -> [rows, heads, dim].
+
+        Collective, on the current stream, capturable after `prepare`.
+
+        Args:
+            local_heads: [rows, heads/W, dim], bf16, fp16 or fp8; rows at any stride.
+            out: [rows, heads, dim], contiguous; allocated if None.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
+            BrokenError: The channel failed earlier.
+        """
+        return self._issue(find("all_gather_heads"), (local_heads,), out)
+
+    def all_gather_pair_kimi_topk(
+        self,
+        local_down: torch.Tensor,
+        local_router: torch.Tensor,
+        correction_bias: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        *,
+        spec: RouterSpec = KIMI_K3,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gather the down row and select 16 of 896 experts, in one launch.
+
+        Collective, on the current stream, capturable after `prepare`. Ids and weights are those of
+        `kimi_topk16` on the gathered router row, bit for bit, and byte-equal on all ranks.
+
+        Args:
+            local_down: [rows, 3584/W] bf16; rows at any stride.
+            local_router: [rows, 896/W] fp32 logits; rows at any stride.
+            correction_bias: [896] fp32, the same on every rank.
+            out: down [rows, 3584] bf16, weights [rows, 16] fp32, ids [rows, 16] int32.
+            spec: The router; `RouterSpec(..., numerics="vllm")` for vLLM's sigmoid.
+
+        Returns:
+            down, weights, ids; the latter two best first.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
+            UnsupportedError: 896 does not divide by the world size.
+            BrokenError: The channel failed earlier.
+        """
+        collective = fused_collective(spec)
+        return self._issue(collective, (local_down, local_router, correction_bias), out)
+
+
+def fused_collective(spec: RouterSpec) -> Collective:
+    """Return the fused plugin of a router, the same object for the same spec."""
+    if spec is KIMI_K3:
+        return find("all_gather_pair_kimi_topk")  # without the cost of hashing the spec
+    if spec not in _fused:
+        from .kernels.all_gather_pair_topk import AllGatherPairTopk
+
+        _fused[spec] = AllGatherPairTopk(spec)
+    return _fused[spec]
+
+
+_fused: dict[RouterSpec, Collective] = {}
+
+
+class Channel(Collectives):
+    """One ordered lane; made by `PcieDcpGroup.channel`, never directly.
+
+    Args:
+        name: Of the lane; the group's own is "default".
+        info: Group facts for plans.
+        device: Of every tensor.
+        engine: Runs the calls.
+    """
+
+    def __init__(
+        self, name: str, info: PlanInfo, device: torch.device, engine: CudaEngine | HostEngine
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.device = device
+        self.engine = engine
+        self.closed = False
+        self._planned: dict[tuple[object, ...], Call] = {}
+        self._bound: dict[tuple[object, ...], Call] = {}
+        self._issuing = threading.Lock()
+        self._issue = self.issue
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return (
+            f"<Channel {self.name!r} rank={self.info.rank} world_size={self.info.world_size} "
+            f"device={self.device} {state}>"
+        )
+
+    def issue(self, collective: Collective, tensors: tuple[torch.Tensor, ...], out: Any) -> Any:
+        """Check, plan and launch a call; what has been checked once is only looked up."""
+        if self.closed or self.engine.failed():
+            self._check_usable()
+        if out is None:
+            return self._run_allocating(collective, tensors)
+        targets = (out,) if isinstance(out, torch.Tensor) else out
+        try:
+            key = (collective, identities((*tensors, *targets)))
+        except (AttributeError, TypeError):
+            key = (collective, None)  # something is no tensor: the checks say what
+        call = self._bound.get(key) or self._bind(key, collective, tensors, targets)
+        if call.launch is not None:
+            call.launch.enqueue()
+        else:
+            self._run_on_host(call, tensors, targets)
+        return out
+
+    def _run_allocating(self, collective: Collective, tensors: Sequence[torch.Tensor]) -> Any:
+        try:
+            key = (collective, *map(key_of, tensors))
+        except AttributeError:
+            key = (collective, None)
+        call = self._planned.get(key) or self._plan(key, collective, tensors)
+        outputs = [
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in call.outputs
+        ]
+        if call.launch is not None:
+            addresses = [tensor.data_ptr() for tensor in (*tensors, *outputs)]
+            with self._issuing:
+                call.launch.arguments.point_to(addresses)
+                call.launch.enqueue()
+        else:
+            self._run_on_host(call, tensors, outputs)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _run_on_host(
+        self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        if call.plan.grid and isinstance(self.engine, HostEngine):
+            self.engine.execute(call.collective, call.plan, tensors, outputs)
+
+    def _make_call(
+        self, collective: Collective, tensors: Sequence[torch.Tensor], alignment: int
+    ) -> Call:
+        """Check and plan a call whose outputs have this alignment; load its kernel."""
+        check_inputs(collective.name, tensors, collective.num_inputs, self.device)
+        info = replace(self.info, output_alignment=alignment)
+        plan = collective.plan(info, *map(meta_of, tensors))
+        outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
+        launch = None
+        if isinstance(self.engine, CudaEngine) and plan.grid:
+            kernel = self.engine.kernel_for(collective, plan)
+            addresses = [0] * (len(tensors) + len(outputs))
+            launch = self.engine.bind(kernel, plan, addresses)
+        return Call(collective, plan, outputs, launch)
+
+    def _plan(
+        self, key: tuple[object, ...], collective: Collective, tensors: Sequence[torch.Tensor]
+    ) -> Call:
+        call = self._make_call(collective, tensors, alignment=16)
+        _remember(self._planned, key, call)
+        return call
+
+    def _bind(
+        self,
+        key: tuple[object, ...],
+        collective: Collective,
+        tensors: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Call:
+        """Check and plan a call with given outputs; remember it by all that the checks saw."""
+        call = self._make_call(collective, tensors, min(map(alignment_of, targets), default=16))
+        check_outputs(call.plan.op, targets, call.plan.outputs, tensors)
+        if call.launch is not None:
+            addresses = [tensor.data_ptr() for tensor in (*tensors, *targets)]
+            call.launch.arguments.point_to(addresses)
+        _remember(self._bound, key, call)
+        return call
+
+    def check(self) -> None:
+        """Raise what broke the channel, if anything did. Does not synchronise the device.
+
+        Raises:
+            ClosedError: The channel is closed.
+            PeerTimeoutError, MismatchError, PeerAbortedError: A launch gave up.
+        """
+        self._check_open()
+        failure = self.engine.failure()
+        if failure is not None:
+            raise failure
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"channel {self.name!r} is closed", rank=self.info.rank)
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        failure = self.engine.failure()
+        if failure is not None:
+            raise BrokenError(
+                f"channel {self.name!r} is broken since {type(failure).__name__}: {failure}; "
+                "close the group and build a new one",
+                rank=self.info.rank,
+            ) from failure
+
+    def abort(self) -> None:
+        """Make every waiting call of this rank give up, and every later one fail."""
+        self.engine.abort()
+
+    def close(self) -> None:
+        """Give the engine's resources back. Idempotent; the group owns the slabs."""
+        if self.closed:
+            return
+        self.closed = True
+        self.engine.synchronize()
+        self.engine.close()
+

@@ -1,0 +1,199 @@
+"""The command line: `pcie-comm`, and `python -m pcie_comm`.
+
+Only what parses options is imported here; commands import what they need, so that --help is quick.
+Exit codes: 0 right, 1 a difference was found, 2 an error, which is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .build import Built
+    from .demo import RankReport
+
+FOUND_DIFFERENCE = 1
+FAILED = 2
+SHOWN_FAULTS = 10
+
+app = typer.Typer(
+    help="Small, latency-bound collectives between the GPUs of one host without NVLink.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> int:
+    """Run the program with this process's arguments. Ends in SystemExit."""
+    app(prog_name="pcie-comm")
+    return 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"pcie-comm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _errors_as_one_line() -> Iterator[None]:
+    """Turn an error of the library into a line and exit code 2; anything else is a bug of ours."""
+    from .errors import CommError
+
+    try:
+        yield
+    except CommError as error:
+        text = " ".join(str(error).split())
+        typer.echo(f"pcie-comm: {type(error).__name__}: {text}", err=True)
+        raise typer.Exit(FAILED) from None
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="World size, 1 to 16.")] = 4,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, cuda (the GPUs in turn) or cuda:K.", show_default="a GPU, else cpu"
+        ),
+    ] = None,
+    transport: Annotated[str, typer.Option(help="auto, or the name of a transport.")] = "auto",
+    rows: Annotated[int, typer.Option(min=0, help="Rows of every call.")] = 8,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="One process per rank instead of one thread.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, each with fresh rows.")] = 20,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which --processes are ended.")
+    ] = 300.0,
+) -> None:
+    """Let the ranks of this machine call the main operation, and check every result."""
+    with _errors_as_one_line():
+        from .demo import DemoOptions, run
+
+        options = DemoOptions(ranks, device, transport, rows, rounds, processes, deadline)
+        outcome = run(options)
+    console = _console()
+    if outcome.remark:
+        console.print(outcome.remark)
+    console.print(_rank_table(outcome.reports))
+    for report in outcome.reports:
+        for fault in report.faults[:SHOWN_FAULTS]:
+            console.print(f"rank {report.rank}: {fault}")
+    console.print(outcome.summary)
+    raise typer.Exit(0 if outcome.right else FOUND_DIFFERENCE)
+
+
+def _rank_table(reports: Sequence[RankReport]) -> Table:
+    table = Table()
+    for name in ("rank", "device", "transport", "protocol"):
+        table.add_column(name)
+    table.add_column("us per call", justify="right")
+    table.add_column("verdict")
+    for report in reports:
+        verdict = f"{len(report.faults)} DIFFERENCES" if report.faults else "right"
+        cells = (report.device, report.transport, report.protocol, f"{report.call_us:.1f}")
+        table.add_row(str(report.rank), *cells, verdict)
+    return table
+
+
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[
+        list[str], typer.Option(help="For example sm_90a, or native for this GPU. Repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write to; PCIE_COMM_KERNELS reads it.")],
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="A collective. Repeatable.", show_default="all that are registered"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes.", show_default="cores, at most 4")
+    ] = None,
+) -> None:
+    """Compile every kernel ahead of time, for GPUs that this machine need not have."""
+    with _errors_as_one_line():
+        from . import build
+
+        started = time.perf_counter()
+        todo = build.jobs(build.resolve_archs(arch), op or ())
+        with _progress(len(todo)) as advance:
+            done = build.build_all(todo, out, jobs or build.default_workers(), advance)
+        elapsed_s = time.perf_counter() - started
+    console = _console()
+    console.print(_kernel_table(done))
+    total = sum(built.nbytes for built in done)
+    console.print(
+        f"{len(done)} kernels, {total} bytes in {elapsed_s:.1f} s; "
+        f"to use them, set PCIE_COMM_KERNELS={out}"
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Built], None]]:
+    """Show progress: a bar on a terminal, else a line per kernel."""
+    console = _console()
+    count = itertools.count(1)
+
+    def line(built: Built) -> None:
+        name = f"{built.job.key} {built.job.arch}"
+        console.print(
+            f"[{next(count)}/{total}] {name} {built.nbytes} bytes {built.elapsed_s:.2f} s"
+        )
+
+    if not console.is_terminal:
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("compiling", total=total)
+
+        def bar(built: Built) -> None:
+            progress.update(task, advance=1, description=f"{built.job.key.op} {built.job.arch}")
+
+        yield bar
+
+
+def _kernel_table(done: Sequence[Built]) -> Table:
+    table = Table("collective", "arch")
+    for name in ("kernels", "bytes", "registers", "seconds"):
+        table.add_column(name, justify="right")
+    groups: dict[tuple[str, str], list[Built]] = {}
+    for built in done:
+        groups.setdefault((built.job.key.op, built.job.arch), []).append(built)
+    for (op, arch), members in sorted(groups.items()):
+        registers = sorted(built.registers for built in members)
+        spread = (
+            f"{registers[0]} to {registers[-1]}" if registers[0] < registers[-1] else registers[0]
+        )
+        seconds = f"{sum(built.elapsed_s for built in members):.1f}"
+        nbytes = sum(built.nbytes for built in members)
+        table.add_row(op, arch, str(len(members)), str(nbytes), str(spread), seconds)
+    return table

@@ -1,0 +1,215 @@
+"""A channel's calls on a GPU: control block, status record, loaded kernels, launches."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import driver
+from .config import Config
+from .errors import CommError, CompileError, UnsupportedError
+from .kernels.compile import KernelStore
+from .kernels.launch import Arguments, LoadedKernel
+from .kernels.registry import Collective, KernelKey, Plan
+from .layout import ControlLayout, SlabLayout
+from .status import StatusRecord
+from .tensors import current_device, current_stream_handle, is_capturing
+from .transport.base import PeerMap
+from .transport.cuda_memory import CudaDevice
+
+
+class BoundLaunch(NamedTuple):
+    """A launch with its arguments: `enqueue()` launches it, `arguments` may be pointed elsewhere."""
+
+    enqueue: Callable[[], None]
+    arguments: Arguments
+
+
+class CudaEngine:
+    """Runs calls of one rank on its device. Launches go to torch's current stream.
+
+    Args:
+        rank: Group rank.
+        layout: Of every slab.
+        peers: The mapped slabs; None for an engine without communication.
+        device: The rank's device.
+        config: Settings.
+        store: Where kernels come from.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layout: SlabLayout | None,
+        peers: PeerMap | None,
+        device: torch.device,
+        config: Config,
+        store: KernelStore,
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(peers.addresses) if peers else 1
+        self.device = device
+        self.store = store
+        self.captured = False
+        properties = torch.cuda.get_device_properties(device)
+        self.capability = (properties.major, properties.minor)
+        self.multiprocessors = properties.multi_processor_count
+        self._kernels: dict[KernelKey, LoadedKernel] = {}
+        self._ops: dict[int, str] = {}
+        self.lock = threading.Lock()
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_handle = -1
+        self._control = 0
+        self._index: int = device.index
+        self._cuda = CudaDevice.at(device.index)
+        self._thread = threading.local()
+        self.status: StatusRecord | None = None
+        if layout is not None and peers is not None:
+            with self._cuda.current():
+                self.status = StatusRecord()
+                self._control = int(driver.call("cuMemAlloc", ControlLayout.NBYTES))
+                self._write_control(layout, peers, config)
+
+    def _write_control(self, layout: SlabLayout, peers: PeerMap, config: Config) -> None:
+        assert self.status is not None
+        block = bytearray(ControlLayout.NBYTES)
+        struct.pack_into("<I", block, ControlLayout.SLOT_NBYTES, layout.slot_nbytes)
+        struct.pack_into("<I", block, ControlLayout.SEGMENT_NBYTES, layout.segment_nbytes)
+        struct.pack_into("<Q", block, ControlLayout.TIMEOUT_NS, int(config.timeout_s * 1e9))
+        struct.pack_into("<Q", block, ControlLayout.ABORT, self.status.abort_address)
+        struct.pack_into("<Q", block, ControlLayout.STATUS, self.status.device_address)
+        for rank, address in enumerate(peers.addresses):
+            struct.pack_into("<Q", block, ControlLayout.PEERS + 8 * rank, address)
+        driver.call("cuMemcpyHtoD", self._control, bytes(block), len(block))
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Set every block's counter, on every rank alike; for tests of its wrap."""
+        count = (ControlLayout.NBYTES - ControlLayout.EPOCHS) // 4
+        with self._cuda.current():
+            driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
+            driver.call("cuCtxSynchronize")
+
+    def prepare(self, collective: Collective, protocol: str) -> None:
+        """Compile or load every kernel a call of `collective` may need under `protocol`."""
+        other = {"push": "pull", "pull": "push"}[protocol]
+        for key in collective.variants():
+            if other not in key.variant:
+                self._load(collective, key)
+
+    def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
+        compiled = self.store.get(collective, key, self.capability)
+        with self._cuda.current():
+            kernel = LoadedKernel(compiled)
+        self._kernels[key] = kernel
+        return kernel
+
+    def kernel_for(self, collective: Collective, plan: Plan) -> LoadedKernel:
+        """Return the loaded kernel of a plan, loading it unless a capture is under way.
+
+        Raises:
+            CompileError: It is not loaded and the current stream is capturing.
+            UnsupportedError: Its grid does not fit the device at once.
+        """
+        kernel = self._kernels.get(plan.kernel)
+        if kernel is None:
+            if is_capturing():
+                raise CompileError(
+                    f"kernel {plan.kernel} is not loaded and the current stream is capturing; "
+                    f'call group.prepare("{plan.op}", rows=...) before the capture',
+                    rank=self.rank,
+                    op=plan.op,
+                )
+            kernel = self._load(collective, plan.kernel)
+        if plan.staged_nbytes:
+            self._ops[plan.signature] = plan.op
+            with self._cuda.current():
+                resident = kernel.resident_blocks(self.multiprocessors)
+            if plan.grid > resident:
+                raise UnsupportedError(
+                    f"{plan.op} needs grid={plan.grid} resident blocks, the device holds {resident}",
+                    reason="the launch would wait for blocks that cannot start",
+                    rank=self.rank,
+                    op=plan.op,
+                )
+        return kernel
+
+    def bind(self, kernel: LoadedKernel, plan: Plan, addresses: Sequence[int]) -> BoundLaunch:
+        """Return a call with its arguments packed: calling it enqueues a launch.
+
+        The launch goes to torch's current stream of this device. A channel's launches are ordered:
+        when the current stream changed since the last eager launch, an event makes the new stream
+        wait for the old one.
+        """
+        lane = (self._control, self.rank, self.world_size, plan.signature)
+        arguments = Arguments(lane, addresses, plan.scalars)
+        launch = kernel.launcher(arguments, plan.grid)
+        index, thread, communicates = self._index, self._thread, plan.staged_nbytes > 0
+
+        def enqueue() -> None:
+            if current_device() != index or not hasattr(thread, "has_context"):
+                self._enter_context(enqueue)
+                return
+            stream = current_stream_handle(index)
+            if is_capturing():
+                self.captured = True
+            elif stream != self._last_handle:
+                self._move_to(stream, communicates)
+            launch(stream)
+
+        return BoundLaunch(enqueue, arguments)
+
+    def _enter_context(self, enqueue: Callable[[], None]) -> None:
+        """Call `enqueue` in the device's context: the thread has none yet, or another's."""
+        if current_device() != self._index:
+            with self._cuda.current(), torch.cuda.device(self._index):
+                self._thread.has_context = True
+                enqueue()
+            del self._thread.has_context
+            return
+        if not int(driver.call("cuCtxGetCurrent")):
+            self._cuda.set_current()
+        self._thread.has_context = True
+        enqueue()
+
+    def _move_to(self, handle: int, communicates: bool) -> None:
+        with self.lock:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and communicates:
+                stream.wait_stream(self._last_stream)
+            self._last_stream, self._last_handle = stream, handle
+
+    def failed(self) -> bool:
+        """Tell whether the channel is broken. A read of one word of host memory."""
+        return self.status is not None and self.status.failed()
+
+    def failure(self) -> CommError | None:
+        """Return what broke the channel, or None. Does not synchronise."""
+        if self.status is None:
+            return None
+        found = self.status.read()
+        return found.error(self.rank, self._ops) if found else None
+
+    def abort(self) -> None:
+        """Make every waiting launch give up."""
+        if self.status is not None:
+            self.status.abort()
+
+    def synchronize(self) -> None:
+        """Wait for the device; bounded, since every launch is."""
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give control block, status record and code back. Requires: `synchronize` came before."""
+        kernels, self._kernels = self._kernels, {}
+        control, self._control = self._control, 0
+        with self._cuda.current():
+            for kernel in kernels.values():
+                kernel.unload()
+            if control:
+                driver.call("cuMemFree", control)
+            if self.status is not None:
+                self.status.free()

@@ -1,0 +1,179 @@
+"""A channel's calls without a GPU: the protocol of kernels/protocol.py, spoken by the host.
+
+Bytes are staged in the slabs, flags are raised and awaited exactly as kernels do it; what comes
+out is handed to the plugin's reference in plain torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .errors import CommError, MismatchError, PeerAbortedError, PeerTimeoutError
+from .kernels.registry import Collective, Plan
+from .layout import PACK_NBYTES, SlabLayout, align_up, flag_value, next_epoch, slot_of
+from .tensors import byte_view, dense
+from .transport.base import PeerMap
+
+SPINS_BEFORE_SLEEP = 200
+SLEEP_S = 20e-6
+
+
+class HostEngine:
+    """Runs calls of one rank on the CPU.
+
+    Args:
+        rank: Group rank.
+        layout: Of every slab.
+        peers: The mapped slabs.
+        timeout_s: Longest wait for a peer.
+    """
+
+    def __init__(self, rank: int, layout: SlabLayout, peers: PeerMap, timeout_s: float) -> None:
+        self.rank = rank
+        self.layout = layout
+        self.timeout_s = timeout_s
+        self.epoch = 0
+        self.aborted = threading.Event()
+        self._failure: CommError | None = None
+        self._bytes = [np.frombuffer(view, dtype=np.uint8) for view in peers.views]
+        self._fence = threading.Lock()
+
+    def prepare(self, collective: Collective, protocol: str) -> None:
+        """Nothing to load: the reference is the kernel."""
+
+    def failed(self) -> bool:
+        """Tell whether the channel is broken."""
+        return self._failure is not None
+
+    def failure(self) -> CommError | None:
+        """Return what broke the channel, or None."""
+        return self._failure
+
+    def abort(self) -> None:
+        """Make a waiting call, and every later one, raise PeerAbortedError."""
+        self.aborted.set()
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Set the counter, on every rank alike; for tests of its wrap."""
+        self.epoch = epoch
+
+    def execute(
+        self,
+        collective: Collective,
+        plan: Plan,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Run one call; return when the outputs are written.
+
+        Raises:
+            PeerTimeoutError: A peer did not arrive within the timeout.
+            MismatchError: A peer made another call.
+            PeerAbortedError: `abort` was called.
+        """
+        shards: Sequence[Sequence[torch.Tensor]] = [inputs]
+        if plan.staged_nbytes:
+            try:
+                shards = self._exchange(plan, inputs)
+            except CommError as error:
+                self._failure = error
+                raise
+        for output, value in zip(outputs, collective.reference(shards), strict=True):
+            output.copy_(value)
+
+    def _exchange(
+        self, plan: Plan, inputs: Sequence[torch.Tensor]
+    ) -> list[Sequence[torch.Tensor]]:
+        self.epoch = next_epoch(self.epoch)
+        slot = slot_of(self.epoch)
+        push = plan.facts[0] == "push"
+        payload = [dense(inputs[i]) for i in plan.exchanged]
+        for target in range(len(self._bytes)) if push else (self.rank,):
+            writer = self.rank if push else 0
+            self._write(target, self.layout.segment_offset(slot, writer), payload)
+        value = flag_value(self.epoch, plan.signature)
+        with self._fence:  # an atomic read-modify-write: the payload is visible before the flags
+            pass
+        for peer in range(len(self._bytes)):
+            self._flag(peer, slot, self.rank)[0] = value
+        self._await_all(plan, slot, value)
+        with self._fence:
+            pass
+        shards = []
+        for peer in range(len(self._bytes)):
+            source, writer = (self.rank, peer) if push else (peer, 0)
+            fetched = self._read(source, self.layout.segment_offset(slot, writer), payload)
+            shard = list(inputs)
+            for index, tensor in zip(plan.exchanged, fetched, strict=True):
+                shard[index] = tensor
+            shards.append(shard)
+        return shards
+
+    def _flag(self, owner: int, slot: int, writer: int) -> np.ndarray:
+        offset = self.layout.flag_offset(slot, 0, writer)
+        return self._bytes[owner][offset : offset + 8].view(np.uint64)
+
+    def _write(self, target: int, offset: int, payload: Sequence[torch.Tensor]) -> None:
+        for tensor in payload:
+            data = byte_view(tensor).numpy()
+            self._bytes[target][offset : offset + data.size] = data
+            offset += align_up(data.size, PACK_NBYTES)
+
+    def _read(
+        self, source: int, offset: int, like: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        fetched = []
+        for tensor in like:
+            copy = torch.empty_like(tensor)  # dense, as `tensor` is
+            view = byte_view(copy).numpy()
+            view[:] = self._bytes[source][offset : offset + view.size]
+            fetched.append(copy)
+            offset += align_up(view.size, PACK_NBYTES)
+        return fetched
+
+    def _await_all(self, plan: Plan, slot: int, value: int) -> None:
+        started = time.monotonic_ns()
+        for peer in range(len(self._bytes)):
+            flag = self._flag(self.rank, slot, peer)
+            spins = 0
+            while int(flag[0]) != value:
+                spins += 1
+                if spins > SPINS_BEFORE_SLEEP:
+                    self._check_hope(plan, peer, int(flag[0]), time.monotonic_ns() - started)
+                    time.sleep(SLEEP_S)
+
+    def _check_hope(self, plan: Plan, peer: int, seen: int, elapsed_ns: int) -> None:
+        """Raise if waiting on for `peer` makes no sense."""
+        facts = {"rank": self.rank, "peer": peer, "op": plan.op, "epoch": self.epoch}
+        seen_epoch, seen_signature = seen & 0xFFFF_FFFF, seen >> 32
+        if self.aborted.is_set():
+            raise PeerAbortedError("the wait was aborted", **facts)
+        if seen and seen_epoch == self.epoch and seen_signature != plan.signature:
+            raise MismatchError(
+                f"rank {self.rank} called {plan.op}, rank {peer} made another call, or one with "
+                "other shapes; all ranks must make the same calls in the same order",
+                values={self.rank: plan.signature, peer: seen_signature},
+                **facts,
+            )
+        if elapsed_ns > self.timeout_s * 1e9:
+            raise PeerTimeoutError(
+                f"rank {peer} did not arrive in time: wanted epoch={self.epoch}, "
+                f"seen={seen_epoch}, elapsed_s={elapsed_ns / 1e9:.3f}; "
+                "is it alive, and did it make the same call?",
+                wanted=self.epoch,
+                seen=seen_epoch,
+                elapsed_ns=elapsed_ns,
+                **facts,
+            )
+
+    def synchronize(self) -> None:
+        """Calls are synchronous."""
+
+    def close(self) -> None:
+        """Drop the views of the slabs, so that the transport can unmap them."""
+        self._bytes = []

@@ -1,0 +1,146 @@
+"""Worlds inside one machine: all ranks as threads of this process, or as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from .bootstrap import ThreadBootstrap
+from .config import Config, request_hardware_queues
+from .errors import CommError, InvalidArgumentError, PeerAbortedError, UnsupportedError
+from .group import PcieDcpGroup
+from .layout import MAX_WORLD
+
+Result = TypeVar("Result")
+
+HARDWARE_QUEUES = 32
+
+
+class LocalWorld:
+    """All ranks of a group in one process, one thread and (on a GPU) one stream each.
+
+    Attributes:
+        groups: The ranks' groups, in rank order.
+        streams: The ranks' CUDA streams; empty without a GPU.
+    """
+
+    def __init__(self, groups: list[PcieDcpGroup], streams: list[torch.cuda.Stream]) -> None:
+        self.groups = groups
+        self.streams = streams
+        self._threads = ThreadPoolExecutor(len(groups), thread_name_prefix="pcie_comm.rank")
+
+    def run(self, fn: Callable[[PcieDcpGroup], Result]) -> list[Result]:
+        """Call `fn(group)` on every rank at once; return the results in rank order.
+
+        On a GPU each call runs with its rank's stream as torch's current stream, and this method
+        returns after all streams have finished and every group passed `check`.
+
+        Raises:
+            CommError: The first rank's error that is not the echo of another's.
+        """
+
+        def on_rank(rank: int) -> Result:
+            group = self.groups[rank]
+            if not self.streams:
+                return fn(group)
+            with torch.cuda.device(group.device), torch.cuda.stream(self.streams[rank]):
+                self.streams[rank].wait_stream(torch.cuda.default_stream(group.device))
+                result = fn(group)
+                self.streams[rank].synchronize()
+                group.check()
+                return result
+
+        return _first_error_or_results(self._threads, on_rank, len(self.groups))
+
+    def close(self) -> None:
+        """Close every group. Idempotent."""
+        try:
+            _first_error_or_results(
+                self._threads, lambda rank: self.groups[rank].close(), len(self.groups)
+            )
+        finally:
+            self._threads.shutdown()
+
+
+def _first_error_or_results(
+    threads: ThreadPoolExecutor, fn: Callable[[int], Result], count: int
+) -> list[Result]:
+    futures = [threads.submit(fn, rank) for rank in range(count)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerAbortedError)), errors[0])
+    return [future.result() for future in futures]
+
+
+def _devices(world_size: int, device: str | torch.device | None) -> list[str]:
+    """Return the device of each rank: `cuda` deals the GPUs out in turn, `cuda:N` takes one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = str(device)
+    if name != "cuda":
+        return [name] * world_size
+    count = max(torch.cuda.device_count(), 1)
+    return [f"cuda:{rank % count}" for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def local_world(
+    world_size: int,
+    device: str | torch.device | None = None,
+    transport: str = "auto",
+    config: Config | None = None,
+) -> Iterator[LocalWorld]:
+    """Run all ranks of a group in this process.
+
+    Kernels only see addresses, so N ranks may share one device: the same kernels, the same
+    protocol, on N streams. Load and warm up everything else you run beside a collective first:
+    a lazily loaded module waits for kernels that wait for their peers.
+
+    Args:
+        world_size: 1 to 16.
+        device: `cpu`; `cuda:N` for one device; `cuda` deals all visible GPUs out in turn.
+        transport: As for PcieDcpGroup.
+        config: As for PcieDcpGroup.
+
+    Yields:
+        The world; closed on leaving the block.
+
+    Raises:
+        InvalidArgumentError: World size or device.
+        UnsupportedError: More ranks than this process has hardware queues for.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise InvalidArgumentError(f"world_size={world_size!r} is no integer; give 1 to {MAX_WORLD}")
+    if not 1 <= world_size <= MAX_WORLD:
+        raise InvalidArgumentError(f"world_size={world_size} is out of range; give 1 to {MAX_WORLD}")
+    devices = _devices(world_size, device)
+    streams: list[torch.cuda.Stream] = []
+    if devices[0] != "cpu":
+        queues = request_hardware_queues(HARDWARE_QUEUES)
+        if queues < world_size + 1:
+            raise UnsupportedError(
+                f"world_size={world_size} ranks in one process need as many hardware queues and one "
+                f"more, CUDA_DEVICE_MAX_CONNECTIONS={queues}; set it to {HARDWARE_QUEUES}",
+                reason="too few hardware queues",
+            )
+    bootstraps = ThreadBootstrap.create(world_size)
+
+    def build(rank: int) -> PcieDcpGroup:
+        return PcieDcpGroup.from_bootstrap(bootstraps[rank], devices[rank], transport, config)
+
+    with ThreadPoolExecutor(world_size, thread_name_prefix="pcie_comm.build") as threads:
+        groups = _first_error_or_results(threads, build, world_size)
+    if groups[0].device.type == "cuda":
+        streams = [torch.cuda.Stream(group.device) for group in groups]
+    world = LocalWorld(groups, streams)
+    try:
+        yield world
+    except BaseException:
+        with contextlib.suppress(CommError):
+            world.close()
+        raise
+    world.close()

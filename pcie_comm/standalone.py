@@ -1,0 +1,77 @@
+"""kimi_topk16: the router without a group, on CPU or GPU tensors."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from .channel import Channel
+from .config import Config
+from .cuda_engine import CudaEngine
+from .host_engine import HostEngine
+from .kernels.compile import KernelStore
+from .kernels.registry import Collective, PlanInfo
+from .kernels.router_spec import KIMI_K3, RouterSpec
+from .layout import SlabLayout
+from .transport.base import PeerMap
+
+_lanes: dict[torch.device, Channel] = {}
+_routers: dict[RouterSpec, Collective] = {}
+_opening = threading.Lock()
+
+
+def _lane(device: torch.device) -> Channel:
+    """Return the process's lane for calls without communication on a device."""
+    with _opening:
+        if device not in _lanes:
+            config = Config()
+            engine: CudaEngine | HostEngine
+            if device.type == "cuda":
+                store = KernelStore(config.kernels_dir, config.cache_dir)
+                engine = CudaEngine(0, None, None, device, config, store)
+            else:
+                layout = SlabLayout(config.slot_nbytes, 1)
+                engine = HostEngine(0, layout, PeerMap((), ()), config.timeout_s)
+            info = PlanInfo(0, 1, "push", 0, config.max_rows, 1)
+            _lanes[device] = Channel("kimi_topk16", info, device, engine)
+        return _lanes[device]
+
+
+def _router(spec: RouterSpec) -> Collective:
+    if spec not in _routers:
+        from .kernels.router import RouterTopk
+
+        _routers[spec] = RouterTopk(spec)
+    return _routers[spec]
+
+
+def kimi_topk16(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    spec: RouterSpec = KIMI_K3,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select 16 of 896 experts per row. No communication.
+
+    Stream: torch's current stream. Capture: yes, after one call outside a capture.
+
+    Args:
+        router_logits: [rows, 896] fp32, any number of rows at any stride.
+        correction_bias: [896] fp32.
+        out: weights [rows, 16] fp32 and ids [rows, 16] int32, contiguous; allocated if None.
+        spec: The router; `RouterSpec(896, 16, numerics="vllm")` for vLLM's sigmoid.
+
+    Returns:
+        weights and ids, best expert first; always 16 different ids in range.
+
+    Raises:
+        InvalidArgumentError: Shape, dtype, device or stride; nothing was enqueued.
+        CompileError: The kernel is not loaded and the stream is capturing, or does not build.
+
+    Source: the router contract in `pcie_comm.kernels.router_spec`.
+    """
+    lane = _lane(getattr(router_logits, "device", torch.device("cpu")))
+    weights, ids = lane.issue(_router(spec), (router_logits, correction_bias), out)
+    return weights, ids
