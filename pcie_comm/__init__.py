@@ -21,7 +21,15 @@ from .errors import (
     UnsupportedError,
 )
 from .group import PcieDcpGroup
-from .kernels.registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta, register
+from .kernels.registry import (
+    Collective,
+    KernelKey,
+    OutputSpec,
+    Plan,
+    PlanInfo,
+    TensorMeta,
+    register,
+)
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .local import LocalWorld, local_world
 from .standalone import kimi_topk16

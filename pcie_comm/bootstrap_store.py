@@ -69,7 +69,8 @@ class StoreBootstrap(Bootstrap):
         members = "-".join(map(str, sorted(order)))
         try:
             meeting = PrefixStore(f"pcie_comm/{members}", store)
-            self._store = PrefixStore(self._join(meeting, timeout_s), meeting)
+            session = self._join(meeting, timeout_s)
+            self._session: Store | None = PrefixStore(session, meeting)
         except RuntimeError as error:
             self._raise_store_error(error)
 
@@ -101,29 +102,31 @@ class StoreBootstrap(Bootstrap):
         return session
 
     def _exchange(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        number, pause = self._round, Pause(timeout_s)
+        store, number, pause = self._session, self._round, Pause(timeout_s)
+        assert store is not None  # all_gather refuses after close
         self._round += 1
         keys = [f"{number}/{rank}" for rank in self.global_ranks]
         try:
-            self._store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes are legal
-            while not self._store.check(keys):
-                if self._store.check(["abort"]):
-                    raise aborted_by(self.rank, *json.loads(self._store.get("abort")))
+            store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes are legal
+            while not store.check(keys):
+                if store.check(["abort"]):
+                    raise aborted_by(self.rank, *json.loads(store.get("abort")))
                 if pause.remaining_s() <= 0:
-                    missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise self._timed_out(missing, pause.started)
                 pause.sleep()
-            payloads = [self._store.get(key) for key in keys]
+            payloads = [store.get(key) for key in keys]
             if number:
-                self._store.delete_key(f"{number - 1}/{self._global_rank}")
+                store.delete_key(f"{number - 1}/{self._global_rank}")
         except RuntimeError as error:
             self._raise_store_error(error)
         return payloads
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        with suppress(RuntimeError):
-            self._store.set("abort", json.dumps([self.rank, reason]))
+        if self._session is not None:
+            with suppress(RuntimeError):
+                self._session.set("abort", json.dumps([self.rank, reason]))
 
     def close(self) -> None:
         """Give up the connection.
@@ -131,23 +134,26 @@ class StoreBootstrap(Bootstrap):
         The process that hosts the store waits up to 2 s for the others to close: they may still be
         reading the last exchange, and the store ends with its process.
         """
-        if self._closed:
+        # Let go of the store: it would outlive torch's destroy_process_group, and what is left in
+        # it would confuse the next init_process_group of this process.
+        store, self._session = self._session, None
+        if store is None:
             return
         super().close()
         with suppress(RuntimeError):  # the store is gone: nothing to tidy up
-            if self._store.add("closed", 1) == self.world_size:
-                self._delete_session()
+            if store.add("closed", 1) == self.world_size:
+                self._delete_session(store)
             pause = Pause(_LINGER_S if self._hosts_store else 0.0)
-            while pause.remaining_s() > 0 and self._store.check(["closed"]):
+            while pause.remaining_s() > 0 and store.check(["closed"]):
                 pause.sleep()
 
-    def _delete_session(self) -> None:
+    def _delete_session(self, store: Store) -> None:
         for rank in self.global_ranks:
-            self._store.delete_key(f"ack/{rank}")
+            store.delete_key(f"ack/{rank}")
             for number in range(max(0, self._round - 2), self._round):
-                self._store.delete_key(f"{number}/{rank}")
-        self._store.delete_key("abort")
-        self._store.delete_key("closed")
+                store.delete_key(f"{number}/{rank}")
+        store.delete_key("abort")
+        store.delete_key("closed")
 
     def _raise_store_error(self, error: RuntimeError) -> NoReturn:
         reason = str(error).partition("\n")[0]

@@ -44,7 +44,7 @@ class ProcessGroupBootstrap(Bootstrap):
 
     def __init__(self, process_group: ProcessGroup, order: Sequence[int]) -> None:
         super().__init__(order.index(dist.get_rank()), order)
-        self._process_group = process_group
+        self._process_group: ProcessGroup | None = process_group
         self._positions = [dist.get_group_rank(process_group, rank) for rank in order]
         self._device = torch.device("cpu")
         if "cpu:" not in dist.get_backend_config(process_group):
@@ -63,6 +63,7 @@ class ProcessGroupBootstrap(Bootstrap):
 
     def _gather(self, tensor: torch.Tensor, pause: Pause) -> list[torch.Tensor]:
         """Gather one tensor of equal size; in group-rank order, on the CPU."""
+        assert self._process_group is not None  # all_gather refuses after close
         mine = tensor.to(self._device)
         gathered = [torch.empty_like(mine) for _ in self._positions]
         # The work itself gets the limit, not only the wait: work that gloo still has pending would
@@ -86,6 +87,11 @@ class ProcessGroupBootstrap(Bootstrap):
                 rank=self.rank,
             ) from error
         return [gathered[position].cpu() for position in self._positions]
+
+    def close(self) -> None:
+        """Let go of the group, which stays the caller's."""
+        super().close()
+        self._process_group = None
 
 
 def from_process_group(ranks: int | Sequence[int], process_group: ProcessGroup) -> Bootstrap:

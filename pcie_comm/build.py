@@ -6,11 +6,12 @@ folder it writes is what `PCIE_COMM_KERNELS` names.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -147,30 +148,36 @@ def build_all(
     except OSError as error:
         raise InvalidArgumentError(f"out={folder} is no folder to write to ({error})") from error
     done: list[Built] = []
-
-    def note(outcome: Built | str) -> None:
-        if isinstance(outcome, str):
-            raise CompileError(outcome)
-        done.append(outcome)
-        on_built(outcome)
-
-    if min(workers, len(todo)) <= 1:
-        for job in todo:
-            note(build(job, folder))
-        return done
-    context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
-    with ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
+    with contextlib.closing(_outcomes(todo, folder, min(workers, len(todo)))) as outcomes:
         try:
-            for future in as_completed([pool.submit(build, job, folder) for job in todo]):
-                note(future.result())
+            for outcome in outcomes:
+                if isinstance(outcome, str):
+                    raise CompileError(outcome)
+                done.append(outcome)
+                on_built(outcome)
         except BrokenProcessPool as error:
             raise CompileError(
                 f"a worker process died after {len(done)} of {len(todo)} kernels; "
                 "for want of memory? Try --jobs 1"
             ) from error
+    return done
+
+
+def _outcomes(
+    todo: Sequence[Job], folder: Path, workers: int
+) -> Generator[Built | str, None, None]:
+    """Yield what became of each job, as they finish. Closing it drops those not yet begun."""
+    if workers <= 1:
+        for job in todo:
+            yield build(job, folder)
+        return
+    context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
+    with ProcessPoolExecutor(workers, context) as pool:
+        try:
+            for future in as_completed([pool.submit(build, job, folder) for job in todo]):
+                yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    return done
 
 
 def build(job: Job, folder: Path) -> Built | str:

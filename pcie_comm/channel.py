@@ -311,12 +311,3 @@ class Channel(Collectives):
     def abort(self) -> None:
         """Make every waiting call of this rank give up, and every later one fail."""
         self.engine.abort()
-
-    def close(self) -> None:
-        """Give the engine's resources back. Idempotent; the group owns the slabs."""
-        if self.closed:
-            return
-        self.closed = True
-        self.engine.synchronize()
-        self.engine.close()
-

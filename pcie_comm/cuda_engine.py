@@ -23,7 +23,7 @@ from .transport.cuda_memory import CudaDevice
 
 
 class BoundLaunch(NamedTuple):
-    """A launch with its arguments: `enqueue()` launches it, `arguments` may be pointed elsewhere."""
+    """A launch and its arguments: `enqueue()` launches, `arguments` may be pointed elsewhere."""
 
     enqueue: Callable[[], None]
     arguments: Arguments
@@ -130,7 +130,7 @@ class CudaEngine:
                 resident = kernel.resident_blocks(self.multiprocessors)
             if plan.grid > resident:
                 raise UnsupportedError(
-                    f"{plan.op} needs grid={plan.grid} resident blocks, the device holds {resident}",
+                    f"{plan.op} needs grid={plan.grid} blocks at once, the device holds {resident}",
                     reason="the launch would wait for blocks that cannot start",
                     rank=self.rank,
                     op=plan.op,

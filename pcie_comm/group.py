@@ -258,7 +258,9 @@ class PcieDcpGroup(Collectives):
         engines: list[CudaEngine | HostEngine] = []
 
         def allocate() -> bytes:
-            return json.dumps({"channel": name}).encode() + b"\n" + transport.allocate(layout.nbytes)
+            return (
+                json.dumps({"channel": name}).encode() + b"\n" + transport.allocate(layout.nbytes)
+            )
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
@@ -317,7 +319,9 @@ class PcieDcpGroup(Collectives):
         """
         self._check_open()
         if not isinstance(name, str) or not name or len(name) > 100:
-            raise InvalidArgumentError(f"name={name!r} is no channel name; give 1 to 100 characters")
+            raise InvalidArgumentError(
+                f"name={name!r} is no channel name; give 1 to 100 characters"
+            )
         return self._channels.get(name) or self._open_channel(name)
 
     def prepare(self, op: str | Collective, rows: int | None = None) -> None:
@@ -398,28 +402,34 @@ class PcieDcpGroup(Collectives):
         """
         if self._closed:
             return
-        broken = any(channel.engine.failure() for channel in self._channels.values())
+        broken = any(channel.engine.failed() for channel in self._channels.values())
         self._closed = True
-        timeout_s = CLOSE_TIMEOUT_S if broken else self.config.setup_timeout_s
+        for channel in self._channels.values():
+            channel.closed = True
         try:
-            if any(getattr(c.engine, "captured", False) for c in self._channels.values()):
-                _kept.append((self._channels, self._transports))
-                return
-            for channel in self._channels.values():
-                channel.close()
-            for transport in self._transports.values():
-                transport.unmap()
-            try:
-                agree(self._bootstrap, "close", lambda: b"", timeout_s)
-            except CommError:
-                _kept.append(self._transports)
-                if not broken:
-                    raise
-                return
-            for transport in self._transports.values():
-                transport.free()
+            self._release(CLOSE_TIMEOUT_S if broken else self.config.setup_timeout_s)
+        except CommError:
+            _kept.append((self._channels, self._transports))
+            if not broken:
+                raise
         finally:
             self._bootstrap.close()
+
+    def _release(self, timeout_s: float) -> None:
+        """Free everything once no rank can address it; keep all if any rank captured a graph."""
+        captured = any(getattr(c.engine, "captured", False) for c in self._channels.values())
+        flags = agree(self._bootstrap, "close", lambda: b"%d" % captured, timeout_s)
+        if b"1" in flags:
+            _kept.append((self._channels, self._transports))
+            return
+        for channel in self._channels.values():
+            channel.engine.synchronize()
+            channel.engine.close()
+        for transport in self._transports.values():
+            transport.unmap()
+        agree(self._bootstrap, "unmapping", lambda: b"", timeout_s)
+        for transport in self._transports.values():
+            transport.free()
 
     def __enter__(self) -> PcieDcpGroup:
         return self

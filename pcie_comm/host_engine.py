@@ -86,9 +86,7 @@ class HostEngine:
         for output, value in zip(outputs, collective.reference(shards), strict=True):
             output.copy_(value)
 
-    def _exchange(
-        self, plan: Plan, inputs: Sequence[torch.Tensor]
-    ) -> list[Sequence[torch.Tensor]]:
+    def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         self.epoch = next_epoch(self.epoch)
         slot = slot_of(self.epoch)
         push = plan.facts[0] == "push"
@@ -124,9 +122,7 @@ class HostEngine:
             self._bytes[target][offset : offset + data.size] = data
             offset += align_up(data.size, PACK_NBYTES)
 
-    def _read(
-        self, source: int, offset: int, like: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _read(self, source: int, offset: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         fetched = []
         for tensor in like:
             copy = torch.empty_like(tensor)  # dense, as `tensor` is

@@ -114,17 +114,21 @@ def local_world(
         UnsupportedError: More ranks than this process has hardware queues for.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise InvalidArgumentError(f"world_size={world_size!r} is no integer; give 1 to {MAX_WORLD}")
+        raise InvalidArgumentError(
+            f"world_size={world_size!r} is no integer; give 1 to {MAX_WORLD}"
+        )
     if not 1 <= world_size <= MAX_WORLD:
-        raise InvalidArgumentError(f"world_size={world_size} is out of range; give 1 to {MAX_WORLD}")
+        raise InvalidArgumentError(
+            f"world_size={world_size} is out of range; give 1 to {MAX_WORLD}"
+        )
     devices = _devices(world_size, device)
     streams: list[torch.cuda.Stream] = []
     if devices[0] != "cpu":
         queues = request_hardware_queues(HARDWARE_QUEUES)
         if queues < world_size + 1:
             raise UnsupportedError(
-                f"world_size={world_size} ranks in one process need as many hardware queues and one "
-                f"more, CUDA_DEVICE_MAX_CONNECTIONS={queues}; set it to {HARDWARE_QUEUES}",
+                f"world_size={world_size} streams of one process need {world_size + 1} hardware "
+                f"queues, CUDA_DEVICE_MAX_CONNECTIONS={queues}; set it to {HARDWARE_QUEUES}",
                 reason="too few hardware queues",
             )
     bootstraps = ThreadBootstrap.create(world_size)

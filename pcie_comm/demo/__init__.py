@@ -59,8 +59,9 @@ def run(options: DemoOptions) -> Outcome:
     if FusedCall not in kinds and not faults:
         verdict = "right: every byte"
     what = " and ".join(kind.method for kind in kinds)
-    ranks = f"{options.ranks} {'processes' if options.processes else 'threads'}"
-    summary = f"{verdict} ({what}; {ranks}, rows={options.rows}, rounds={options.rounds})"
+    shape = f"ranks={options.ranks}, rows={options.rows}, rounds={options.rounds}"
+    where = "one process per rank" if options.processes else "ranks are threads"
+    summary = f"{verdict} ({what}; {shape}; {where})"
     return Outcome(reports, remark, summary)
 
 

@@ -127,7 +127,7 @@ def _rank_main(rank: int, options: DemoOptions, port: int, pipe: Connection) -> 
 
 
 def _play_rank(rank: int, options: DemoOptions) -> RankReport:
-    device = options.device
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":  # the visible GPUs in turn, as local_world deals them
         device = f"cuda:{rank % max(torch.cuda.device_count(), 1)}"
     if device == "cpu":

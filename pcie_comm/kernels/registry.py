@@ -170,7 +170,7 @@ class Collective(ABC):
         """Return the number of tensors a call returns."""
         return 1
 
-    def check_world_size(self, world_size: int) -> None:
+    def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most serve every size
         """Raise UnsupportedError if the collective does not serve this world size."""
 
 

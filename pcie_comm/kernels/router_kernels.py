@@ -215,7 +215,7 @@ class RouterBlock(DeviceObject):
 
     @cute.jit
     def load_bias(self) -> None:
-        """Copy the biases to shared memory; needed by level 2, done while peers are on their way."""
+        """Copy the biases to shared memory for level 2, while the peers are on their way."""
         lane = self.staging.lane
         for expert in cutlass.range(lane.thread, self.spec.num_experts, lane.threads, unroll=1):
             value = prim.load_u32(self.rows.biases + Int64(expert) * 4)

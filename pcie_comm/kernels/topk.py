@@ -42,7 +42,7 @@ def _is_finite(bits: Uint32) -> cutlass.Boolean:
 
 
 def _sigmoid(logit: Float32, numerics: str) -> Float32:
-    """Return the score. No fast math: equal to torch.sigmoid, or to vLLM's tanh form, bit for bit."""
+    """Return the score, bit for bit torch.sigmoid or vLLM's tanh form: no fast math."""
     if numerics == "vllm":
         return Float32(0.5) * cute_math.tanh(Float32(0.5) * logit) + Float32(0.5)
     return Float32(1.0) / (Float32(1.0) + cute_math.exp(-logit))
@@ -83,7 +83,9 @@ def read_record(record: Uint64, bias_address: Int32) -> tuple[Uint64, Float32]:
     score = prim.bits_float(Uint32(record))
     bias = prim.bits_float(prim.load_shared_u32(bias_address + expert * Int32(4)))
     valid = (tag & Uint32(VALID)) != Uint32(0)
-    return make_key(prim.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE)), expert), score
+    return make_key(
+        prim.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE)), expert
+    ), score
 
 
 @cute.jit
@@ -126,9 +128,7 @@ def place_record(records: Int32, rank: Int32, key: Uint64, score: Float32) -> No
 
 
 @cute.jit
-def emit(
-    records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.Constexpr
-) -> None:
+def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.Constexpr) -> None:
     """Renormalise 16 sorted records and write one row of the outputs.
 
     Participants: a warp; lanes 16 to 31 repeat 0 to 15. Requires: the records are visible to it.

@@ -85,7 +85,7 @@ class Transport(ABC):
             CudaError: The driver refused a handle.
         """
 
-    def seal(self) -> None:
+    def seal(self) -> None:  # noqa: B027 - most have nothing to drop
         """Drop what only served the mapping, such as a file's name. Every peer has mapped."""
 
     @abstractmethod

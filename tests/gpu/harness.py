@@ -7,6 +7,7 @@ round with its own random bytes and its own poisoned outputs.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,11 @@ class Batch:
         else:
             group.all_gather_pair_kimi_topk(*inputs, *self.shared, out=out, spec=spec)
 
-    def mismatches(self) -> int:
+    def mismatches(self, ranks: Iterable[int] | None = None) -> int:
         """Return how many (round, rank) outputs differ from what they must be, in any byte."""
         bad = torch.zeros(self.outputs[0].shape[:2], dtype=torch.bool, device=DEVICE)
         for output, expected in zip(self.outputs, self.expected, strict=True):
-            for rank in range(output.shape[1]):
+            for rank in range(output.shape[1]) if ranks is None else ranks:
                 got = output[:, rank].contiguous().view(torch.uint8).flatten(1)
                 want = expected.contiguous().view(torch.uint8).flatten(1)
                 bad[:, rank] |= (got != want).any(1)
@@ -70,9 +71,7 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor full of poison bytes."""
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.full(
-        (*shape[:-1], shape[-1] * size), POISON, dtype=torch.uint8, device=DEVICE
-    )
+    raw = torch.full((*shape[:-1], shape[-1] * size), POISON, dtype=torch.uint8, device=DEVICE)
     return raw.view(dtype)
 
 
@@ -90,7 +89,9 @@ def pair_batch(rounds: int, world: int, rows: int) -> Batch:
         poisoned((rounds, world, rows, 224 * world), torch.bfloat16),
         poisoned((rounds, world, rows, 56 * world), torch.float32),
     ]
-    return Batch("all_gather_pair", [first, second], [], outputs, [_gathered(first), _gathered(second)])
+    return Batch(
+        "all_gather_pair", [first, second], [], outputs, [_gathered(first), _gathered(second)]
+    )
 
 
 def heads_batch(rounds: int, world: int, rows: int) -> Batch:
@@ -105,8 +106,8 @@ def kimi_batch(rounds: int, world: int, rows: int, spec: RouterSpec = KIMI_K3) -
     """The fused op; some rows hold non-finite logits. Expected ids come from the stand-alone op."""
     down = random_bytes((rounds, world, rows, HIDDEN // world), torch.bfloat16)
     router = torch.randn((rounds, world, rows, EXPERTS // world), device=DEVICE)
-    router.view(-1)[:: 9973] = float("nan")
-    router.view(-1)[5:: 7919] = float("inf")
+    router.view(-1)[::9973] = float("nan")
+    router.view(-1)[5::7919] = float("inf")
     bias = torch.randn(EXPERTS, device=DEVICE) * 0.1
     logits = router.transpose(1, 2).flatten(2).contiguous()
     weights, ids = kimi_topk16(logits.flatten(0, 1), bias, spec=spec)

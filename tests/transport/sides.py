@@ -23,6 +23,12 @@ def own_files() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"pcie_comm.{os.getpid()}.*")]
 
 
+def own_mappings() -> list[str]:
+    """Slab files that this process still maps, also those without a name."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/pcie_comm." in line]
+
+
 def edited(record: bytes, **changes: object) -> bytes:
     """Return a record with other fields, or other facts where a field of that name is none."""
     raw = json.loads(record)
@@ -96,4 +102,5 @@ def in_process(rank: int, world_size: int, name: str, checks: tuple[Check, ...])
         check(side)
         side.exchange()
     assert own_files() == []
+    assert own_mappings() == []
     bootstrap.close()

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from fake_cuda import FakeHost, FakeProcess
 from launcher import run_ranks, run_threads, succeeded
-from sides import NBYTES, Check, Side, edited, in_process, own_files
+from sides import NBYTES, Check, Side, edited, in_process, own_files, own_mappings
 
 from pcie_comm import driver
 from pcie_comm.bootstrap import ThreadBootstrap
@@ -188,6 +188,7 @@ def run_in_threads(name: str, world_size: int, check: Check, places: list[FakePr
     errors = [r for r in results if isinstance(r, BaseException)]
     succeeded(sorted(errors, key=lambda e: type(e).__name__.startswith("Peer")))
     assert own_files() == []
+    assert own_mappings() == []
     assert all(place.is_clean() for place in places)
 
 

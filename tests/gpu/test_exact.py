@@ -1,0 +1,169 @@
+"""Every op, protocol, memory, world size and row count: exact, eager and replayed."""
+
+from __future__ import annotations
+
+import time
+
+import harness
+import pytest
+import torch
+
+from pcie_comm import Config, local_world
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+MEMORIES = {"VRAM": "cuda_local", "pinned host": "host_pinned"}
+ROWS = (1, 2, 7, 8, 64)
+WORLDS = (1, 2, 3, 4, 8, 16)
+
+
+def open_world(world_size: int, memory: str, protocol: str):
+    config = Config(protocol=protocol, timeout_s=10)
+    return local_world(world_size, harness.DEVICE, MEMORIES[memory], config)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("protocol", ["push", "pull"])
+def test_eager_rounds_are_exact(protocol, memory, world_size, figures):
+    started = time.monotonic()
+    bad, calls = {}, 0
+    with open_world(world_size, memory, protocol) as world:
+        for op in harness.ops_for(world_size):
+            for group in world.groups:
+                group.prepare(op)
+            for rows in ROWS:
+                batch = harness.make_batch(op, harness.FULL_ROUNDS, world_size, rows)
+                harness.run_eager(world, batch)
+                calls += harness.FULL_ROUNDS * world_size
+                if count := batch.mismatches():
+                    bad[f"{op} rows={rows}"] = count
+                del batch
+    figures(
+        protocol=protocol,
+        memory=memory,
+        world=world_size,
+        rounds=harness.FULL_ROUNDS,
+        checked_calls=calls,
+        mismatches=sum(bad.values()),
+        seconds=round(time.monotonic() - started, 2),
+    )
+    assert not bad
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("protocol", ["push", "pull"])
+def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
+    """Graphs of 1, 2 and 3 ops: an odd count is what exposes a frozen slot (B04)."""
+    started = time.monotonic()
+    bad, calls = {}, 0
+    with open_world(world_size, memory, protocol) as world:
+        for op in harness.ops_for(world_size):
+            for group in world.groups:
+                group.prepare(op, rows=8)
+            for ops in (1, 2, 3):
+                rows = [1, 8, 2][:ops]
+                batches = [harness.make_batch(op, harness.FULL_ROUNDS, world_size, r) for r in rows]
+                harness.run_replays(world, batches)
+                calls += harness.FULL_ROUNDS * world_size * ops
+                if count := sum(batch.mismatches() for batch in batches):
+                    bad[f"{op} ops={ops}"] = count
+                del batches
+    figures(
+        protocol=protocol,
+        memory=memory,
+        world=world_size,
+        replays=harness.FULL_ROUNDS,
+        checked_calls=calls,
+        mismatches=sum(bad.values()),
+        seconds=round(time.monotonic() - started, 2),
+    )
+    assert not bad
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_long_run_of_the_fused_op(memory, world_size, figures):
+    """B15: a few hundred rounds prove nothing."""
+    rounds, chunk, bad = 100 * harness.FULL_ROUNDS, 10 * harness.FULL_ROUNDS, 0
+    with open_world(world_size, memory, "push") as world:
+        for _ in range(rounds // chunk):
+            batch = harness.make_batch("all_gather_pair_kimi_topk", chunk, world_size, 1)
+            harness.run_eager(world, batch)
+            bad += batch.mismatches()
+            del batch
+    figures(memory=memory, world=world_size, rounds=rounds, mismatches=bad)
+    assert bad == 0
+
+
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
+def test_b09_epoch_wraps(start):
+    """Eager calls and replays go on across both wraps of the counter."""
+    with open_world(4, "VRAM", "push") as world:
+        batch = harness.make_batch("all_gather_pair", 12, 4, 2)
+        harness.run_eager(world, batch)
+        for group in world.groups:
+            group._channels["default"].engine.seed_epoch(start)
+        heads = harness.make_batch("all_gather_heads", 12, 4, 2)
+        for op_batch in (harness.make_batch("all_gather_pair", 7, 4, 2), heads):
+            harness.run_eager(world, op_batch)
+            assert op_batch.mismatches() == 0
+        for group in world.groups:
+            group._channels["default"].engine.seed_epoch(start)
+        replayed = [harness.make_batch("all_gather_pair", 9, 4, 1)]
+        harness.run_replays(world, replayed)
+        assert replayed[0].mismatches() == 0
+
+
+def test_ops_with_different_grids_share_a_channel():
+    """A block that an op does not have must not fall behind in epochs."""
+    with open_world(4, "VRAM", "push") as world:
+        batches = [
+            harness.make_batch(op, 50, 4, rows) for op in harness.ops_for(4) for rows in (1, 64, 8)
+        ]
+        torch.cuda.synchronize()
+        for index in range(50):
+            for batch in batches:
+                for group, stream in zip(world.groups, world.streams, strict=True):
+                    torch.cuda.set_stream(stream)
+                    batch.call(group, index)
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        torch.cuda.synchronize()
+        for group in world.groups:
+            group.check()
+        assert [batch.mismatches() for batch in batches] == [0] * len(batches)
+
+
+def test_narrow_packs_are_exact():
+    """B20: misaligned views take a narrower path; ranks may differ in alignment."""
+    with open_world(2, "VRAM", "push") as world:
+        for shift in (1, 2, 4, 8):
+            base = [harness.random_bytes((1, 4 * 97 + 16), torch.bfloat16) for _ in range(2)]
+            local = [base[r][0, shift * (r + 1) :][: 4 * 96].view(4, 96) for r in range(2)]
+            other = [harness.random_bytes((4, 33), torch.float8_e5m2) for _ in range(2)]
+            results = world.run(
+                lambda group, a=local, b=other: group.all_gather_pair(a[group.rank], b[group.rank])
+            )
+            for first, second in results:
+                assert torch.equal(first.view(torch.int16), torch.cat(local, 1).view(torch.int16))
+                assert torch.equal(
+                    second.view(torch.uint8), torch.cat([t.view(torch.uint8) for t in other], 1)
+                )
+
+
+def test_row_strides_are_honoured():
+    with open_world(2, "VRAM", "pull") as world:
+        wide = [harness.random_bytes((5, 64), torch.float16) for _ in range(2)]
+        heads = [harness.random_bytes((5, 6, 32), torch.bfloat16) for _ in range(2)]
+        results = world.run(
+            lambda g: (
+                g.all_gather_pair(wide[g.rank][:, 8:24], wide[g.rank][::2][:3].repeat(2, 1)[:5]),
+                g.all_gather_heads(heads[g.rank][:, 2:4]),
+            )
+        )
+        for (first, _), gathered in results:
+            want = torch.cat([w[:, 8:24] for w in wide], 1)
+            assert torch.equal(first.view(torch.int16), want.view(torch.int16))
+            want = torch.cat([h[:, 2:4] for h in heads], 1)
+            assert torch.equal(gathered.view(torch.int16), want.view(torch.int16))

@@ -1,0 +1,104 @@
+"""One process per rank on one GPU: CUDA IPC and pinned host memory, with MPS and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launcher import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(scope="module")
+def mps(tmp_path_factory):
+    """An MPS server with directories of its own; yields the clients' environment."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        pytest.skip("nvidia-cuda-mps-control is not installed")
+    root = tmp_path_factory.mktemp("mps")
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(root / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(root / "log"),
+    }
+    for path in variables.values():
+        Path(path).mkdir()
+    environment = {**os.environ, **variables}
+    subprocess.run([control, "-d"], env=environment, check=True, timeout=20)
+    yield variables
+    subprocess.run([control], input=b"quit\n", env=environment, check=True, timeout=20)
+    time.sleep(1)
+
+
+def exchange(rank: int, world_size: int, transport: str, rounds: int) -> dict[str, object]:
+    """Run every op; return mismatches and what is left after close."""
+    import harness
+    import torch
+
+    from pcie_comm import Config, PcieDcpGroup
+
+    torch.cuda.set_device(0)
+    harness.warm_up()
+    mismatches, started = {}, time.monotonic()
+    config = Config(timeout_s=20)
+    before = torch.cuda.mem_get_info()[0]
+    with PcieDcpGroup(world_size, "cuda:0", transport=transport, config=config) as group:
+        stream = torch.cuda.Stream()
+        for op in harness.ops_for(world_size):
+            group.prepare(op)
+            torch.manual_seed(7)  # every rank makes the whole batch, and uses its own part
+            batch = harness.make_batch(op, rounds, world_size, 2)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                for index in range(rounds):
+                    batch.call(group, index)
+                stream.synchronize()
+            group.check()
+            mismatches[op] = batch.mismatches([rank])
+            del batch
+        described = group.describe()
+    torch.cuda.empty_cache()
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "mismatches": mismatches,
+        "transport": described["transport"],
+        "seconds": round(time.monotonic() - started, 2),
+        "mapped": maps.count("pcie_comm."),
+        "device_bytes_kept": before - torch.cuda.mem_get_info()[0],
+    }
+
+
+def check(world_size: int, transport: str, rounds: int, environment, figures, mps: bool) -> None:
+    results = run_ranks(
+        exchange, world_size, timeout_s=240, args=(transport, rounds), env=environment
+    )
+    figures(
+        world=world_size,
+        transport=transport,
+        mps=mps,
+        rounds=rounds,
+        mismatches=sum(sum(r["mismatches"].values()) for r in results),
+        seconds=max(r["seconds"] for r in results),
+        device_bytes_kept=[r["device_bytes_kept"] for r in results],
+    )
+    for result in results:
+        assert result["transport"] == transport
+        assert not any(result["mismatches"].values())
+        assert result["mapped"] == 0
+    assert not list(Path("/dev/shm").glob("pcie_comm.*"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
+def test_processes_under_mps(transport, world_size, mps, figures):
+    check(world_size, transport, 1000, mps, figures, True)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
+def test_processes_without_mps(transport, figures):
+    """Time slices: a handshake takes milliseconds, and must still be right."""
+    check(2, transport, 1000, {}, figures, False)

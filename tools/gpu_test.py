@@ -1,0 +1,109 @@
+"""Runs every GPU test and the latency measurement; writes one JSON report.
+
+Usage: python tools/gpu_test.py --out build/gpu_report.json
+
+Exit code: that of the tests. The report holds the environment, every test's outcome, the figures
+that tests recorded, and the latencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TEST_LIMIT_S = 400
+LATENCY_LIMIT_S = 120
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints, or why it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not available: {error}"
+    return (done.stdout or done.stderr).strip()
+
+
+def environment() -> dict[str, Any]:
+    """Return what the results depend on; device names, no serial numbers."""
+    versions = (
+        "import torch, json, importlib.metadata as m; "
+        "print(json.dumps({'torch': torch.__version__, 'devices': "
+        "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], "
+        "'cuda-bindings': m.version('cuda-bindings')}))"
+    )
+    query = "name,driver_version,clocks.sm,clocks.mem,pcie.link.gen.current,pcie.link.width.current"
+    revision = os.environ.get("PCIE_COMM_REVISION") or output_of("git", "rev-parse", "HEAD")
+    return {
+        "revision": revision,
+        "command": " ".join(sys.argv),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "versions": output_of(sys.executable, "-c", versions),
+        "nvidia_smi": output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv"),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def run_tests(folder: Path) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run the GPU tests; return exit code, outcomes and figures."""
+    junit, figures = folder / "junit.xml", folder / "figures.jsonl"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junit-xml={junit}", "-rs"]
+    variables = {**os.environ, "PCIE_COMM_TEST_FIGURES": str(figures), "PYTHONUNBUFFERED": "1"}
+    code = subprocess.call(command, cwd=ROOT, env=variables, timeout=TEST_LIMIT_S)
+    outcomes = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        outcomes.append(
+            {
+                "test": f"{case.get('classname')}::{case.get('name')}",
+                "outcome": bad[0] if bad else "passed",
+                "seconds": float(case.get("time", 0)),
+            }
+        )
+    lines = figures.read_text().splitlines() if figures.exists() else []
+    return code, outcomes, [json.loads(line) for line in lines]
+
+
+def run_latency(folder: Path) -> Any:
+    """Run the latency measurement; return its JSON, or what it printed."""
+    out = folder / "latency.json"
+    command = [sys.executable, str(ROOT / "tools" / "latency.py"), "--out", str(out)]
+    code = subprocess.call(command, cwd=ROOT, timeout=LATENCY_LIMIT_S)
+    return json.loads(out.read_text()) if code == 0 else {"exit_code": code}
+
+
+def main() -> int:
+    """Run everything; return the exit code of the tests."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_report.json")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    report: dict[str, Any] = {"environment": environment()}
+    with tempfile.TemporaryDirectory() as name:
+        code, outcomes, figures = run_tests(Path(name))
+        counts: dict[str, int] = {}
+        for outcome in outcomes:
+            counts[outcome["outcome"]] = counts.get(outcome["outcome"], 0) + 1
+        report |= {"exit_code": code, "counts": counts, "tests": outcomes, "figures": figures}
+        report["latency"] = run_latency(Path(name))
+    report["environment"]["nvidia_smi_after"] = environment()["nvidia_smi"]
+    report["seconds"] = round(time.monotonic() - started, 1)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1))
+    print(f"{counts} in {report['seconds']} s; report: {arguments.out}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
