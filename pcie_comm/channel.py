@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from .cuda_engine import BoundLaunch, CudaEngine
-from .errors import BrokenError, ClosedError
+from .errors import BrokenError, ClosedError, InvalidArgumentError
 from .host_engine import HostEngine
-from .kernels.registry import Collective, Plan, PlanInfo, find
+from .kernels.launch import LoadedKernel
+from .kernels.registry import Collective, Plan, PlanInfo, check_plan, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .tensors import (
     alignment_of,
@@ -38,12 +39,14 @@ class Call:
 
     Attributes:
         outputs: Shape and dtype of each output.
-        launch: On a GPU, unless there is nothing to do; its arguments may still point nowhere.
+        kernel, launch: On a GPU, unless there is nothing to do; the arguments of a launch whose
+            outputs are allocated per call point nowhere yet.
     """
 
     collective: Collective
     plan: Plan
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    kernel: LoadedKernel | None
     launch: BoundLaunch | None
 
 
@@ -211,21 +214,19 @@ class Channel(Collectives):
         targets = (out,) if isinstance(out, torch.Tensor) else out
         try:
             key = (collective, identities((*tensors, *targets)))
-        except (AttributeError, TypeError):
-            key = (collective, None)  # something is no tensor: the checks say what
-        call = self._bound.get(key) or self._bind(key, collective, tensors, targets)
+        except (AttributeError, TypeError, RuntimeError):
+            key = None  # not all are plain tensors: the checks say what they are
+        call = self._bound.get(key) if key else None
+        if call is None:
+            call = self._bind(key, collective, tensors, targets)
         if call.launch is not None:
             call.launch.enqueue()
         else:
             self._run_on_host(call, tensors, targets)
         return out
 
-    def _run_allocating(self, collective: Collective, tensors: Sequence[torch.Tensor]) -> Any:
-        try:
-            key = (collective, *map(key_of, tensors))
-        except AttributeError:
-            key = (collective, None)
-        call = self._planned.get(key) or self._plan(key, collective, tensors)
+    def _run_allocating(self, collective: Collective, tensors: tuple[torch.Tensor, ...]) -> Any:
+        call = self._planned_call(collective, tensors, 16)
         outputs = [
             torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in call.outputs
         ]
@@ -244,42 +245,60 @@ class Channel(Collectives):
         if call.plan.grid and isinstance(self.engine, HostEngine):
             self.engine.execute(call.collective, call.plan, tensors, outputs)
 
-    def _make_call(
-        self, collective: Collective, tensors: Sequence[torch.Tensor], alignment: int
+    def _planned_call(
+        self, collective: Collective, tensors: tuple[torch.Tensor, ...], alignment: int
     ) -> Call:
-        """Check and plan a call whose outputs have this alignment; load its kernel."""
+        """Return a call for tensors like these and outputs of this alignment."""
+        try:
+            key = (collective, alignment, *map(key_of, tensors))
+        except (AttributeError, TypeError, RuntimeError):
+            check_inputs(collective.name, tensors, collective.num_inputs, self.device)
+            raise
+        call = self._planned.get(key)
+        if call is None:
+            call = self._make_call(collective, tensors, alignment)
+            _remember(self._planned, key, call)
+        return call
+
+    def _make_call(
+        self, collective: Collective, tensors: tuple[torch.Tensor, ...], alignment: int
+    ) -> Call:
+        """Check and plan a call; load its kernel."""
         check_inputs(collective.name, tensors, collective.num_inputs, self.device)
         info = replace(self.info, output_alignment=alignment)
         plan = collective.plan(info, *map(meta_of, tensors))
+        staged = plan.staged_nbytes
+        if isinstance(self.engine, HostEngine):
+            staged = self.engine.payload_nbytes(plan, tensors)
+        check_plan(collective, plan, info, staged)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
-        launch = None
+        kernel = launch = None
         if isinstance(self.engine, CudaEngine) and plan.grid:
             kernel = self.engine.kernel_for(collective, plan)
-            addresses = [0] * (len(tensors) + len(outputs))
-            launch = self.engine.bind(kernel, plan, addresses)
-        return Call(collective, plan, outputs, launch)
-
-    def _plan(
-        self, key: tuple[object, ...], collective: Collective, tensors: Sequence[torch.Tensor]
-    ) -> Call:
-        call = self._make_call(collective, tensors, alignment=16)
-        _remember(self._planned, key, call)
-        return call
+            launch = self.engine.bind(kernel, plan, [0] * (len(tensors) + len(outputs)))
+        return Call(collective, plan, outputs, kernel, launch)
 
     def _bind(
         self,
-        key: tuple[object, ...],
+        key: tuple[object, ...] | None,
         collective: Collective,
-        tensors: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        targets: Any,
     ) -> Call:
-        """Check and plan a call with given outputs; remember it by all that the checks saw."""
-        call = self._make_call(collective, tensors, min(map(alignment_of, targets), default=16))
+        """Check a call with given outputs; remember it by all that the checks saw."""
+        if not isinstance(targets, (tuple, list)):
+            raise InvalidArgumentError(
+                f"out={type(targets).__name__} is neither a tensor nor a tuple or list of them",
+                op=collective.name,
+            )
+        alignment = min(map(alignment_of, targets), default=16)
+        call = self._planned_call(collective, tensors, alignment)
         check_outputs(call.plan.op, targets, call.plan.outputs, tensors)
-        if call.launch is not None:
+        if call.kernel is not None and isinstance(self.engine, CudaEngine):
             addresses = [tensor.data_ptr() for tensor in (*tensors, *targets)]
-            call.launch.arguments.point_to(addresses)
-        _remember(self._bound, key, call)
+            call = replace(call, launch=self.engine.bind(call.kernel, call.plan, addresses))
+        if key is not None:
+            _remember(self._bound, key, call)
         return call
 
     def check(self) -> None:

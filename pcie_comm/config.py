@@ -85,9 +85,10 @@ class Config:
                 raise InvalidArgumentError(
                     f"{name}={value!r} is out of range; give seconds above 0, at most 86400"
                 )
-        if not 4096 <= self.slot_nbytes <= 1 << 30:
+        if not 4096 <= self.slot_nbytes <= 1 << 30 or self.slot_nbytes % 128:
             raise InvalidArgumentError(
-                f"slot_nbytes={self.slot_nbytes!r} is out of range; give 4096 to {1 << 30} bytes"
+                f"slot_nbytes={self.slot_nbytes!r} is not usable; give 4096 to {1 << 30} bytes, "
+                "a multiple of 128"
             )
         if not 1 <= self.max_rows <= 65_536:
             raise InvalidArgumentError(

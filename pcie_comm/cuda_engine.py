@@ -11,7 +11,7 @@ import torch
 
 from . import driver
 from .config import Config
-from .errors import CommError, CompileError, UnsupportedError
+from .errors import CommError, CompileError, PeerAbortedError, UnsupportedError
 from .kernels.compile import KernelStore
 from .kernels.launch import Arguments, LoadedKernel
 from .kernels.registry import Collective, KernelKey, Plan
@@ -97,7 +97,7 @@ class CudaEngine:
         """Compile or load every kernel a call of `collective` may need under `protocol`."""
         other = {"push": "pull", "pull": "push"}[protocol]
         for key in collective.variants():
-            if other not in key.variant:
+            if other not in key.variant and key not in self._kernels:
                 self._load(collective, key)
 
     def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
@@ -116,15 +116,20 @@ class CudaEngine:
         """
         kernel = self._kernels.get(plan.kernel)
         if kernel is None:
-            if is_capturing():
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+            if capturing:
+                remedy = (
+                    f'group.prepare("{plan.op}", rows=...)' if self.status else f"{plan.op} once"
+                )
                 raise CompileError(
                     f"kernel {plan.kernel} is not loaded and the current stream is capturing; "
-                    f'call group.prepare("{plan.op}", rows=...) before the capture',
+                    f"call {remedy} before the capture",
                     rank=self.rank,
                     op=plan.op,
                 )
             kernel = self._load(collective, plan.kernel)
-        if plan.staged_nbytes:
+        if plan.exchanged:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
                 resident = kernel.resident_blocks(self.multiprocessors)
@@ -147,7 +152,7 @@ class CudaEngine:
         lane = (self._control, self.rank, self.world_size, plan.signature)
         arguments = Arguments(lane, addresses, plan.scalars)
         launch = kernel.launcher(arguments, plan.grid)
-        index, thread, communicates = self._index, self._thread, plan.staged_nbytes > 0
+        index, thread, communicates = self._index, self._thread, bool(plan.exchanged)
 
         def enqueue() -> None:
             if current_device() != index or not hasattr(thread, "has_context"):
@@ -156,8 +161,8 @@ class CudaEngine:
             stream = current_stream_handle(index)
             if is_capturing():
                 self.captured = True
-            elif stream != self._last_handle:
-                self._move_to(stream, communicates)
+            elif stream != self._last_handle and communicates:
+                self._move_to(stream)
             launch(stream)
 
         return BoundLaunch(enqueue, arguments)
@@ -175,10 +180,10 @@ class CudaEngine:
         self._thread.has_context = True
         enqueue()
 
-    def _move_to(self, handle: int, communicates: bool) -> None:
+    def _move_to(self, handle: int) -> None:
         with self.lock:
             stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None and communicates:
+            if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)
             self._last_stream, self._last_handle = stream, handle
 
@@ -191,7 +196,11 @@ class CudaEngine:
         if self.status is None:
             return None
         found = self.status.read()
-        return found.error(self.rank, self._ops) if found else None
+        if found is not None:
+            return found.error(self.rank, self._ops)
+        if self.status.aborted:
+            return PeerAbortedError("the group was aborted", rank=self.rank)
+        return None
 
     def abort(self) -> None:
         """Make every waiting launch give up."""

@@ -36,6 +36,9 @@ class CommError(Exception):
         self.op = op
         self.epoch = epoch
 
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         facts = [
             f"{name}={value}"
@@ -46,8 +49,15 @@ class CommError(Exception):
         return f"{message} [{', '.join(facts)}]" if facts else message
 
 
+def _rebuild(kind: type[CommError], args: tuple[Any, ...], facts: dict[str, Any]) -> CommError:
+    """Return an error as it was: its constructor needs keywords that pickle does not keep."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
+
+
 class InvalidArgumentError(CommError, ValueError):
-    """An argument is wrong. Nothing was enqueued on any rank by this call."""
+    """An argument is wrong. This call enqueued nothing on this rank."""
 
 
 class UnsupportedError(CommError):

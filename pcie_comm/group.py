@@ -28,7 +28,7 @@ from .errors import (
 )
 from .host_engine import HostEngine
 from .kernels.compile import KernelStore, fingerprint
-from .kernels.registry import Collective, PlanInfo, find
+from .kernels.registry import Collective, PlanInfo, collectives, find
 from .layout import MAX_BLOCKS, SlabLayout
 from .policy import choose_protocol, choose_transport, resident_budget
 from .transport import load
@@ -245,7 +245,7 @@ class PcieDcpGroup(Collectives):
             "world_size": self.world_size,
             "transport": transport,
             "device_type": self.device.type,
-            "kernels": fingerprint(find("all_gather_pair")),
+            "kernels": {op: fingerprint(plugin)[:16] for op, plugin in collectives().items()},
             **self.config.contract(),
         }
 
@@ -255,6 +255,7 @@ class PcieDcpGroup(Collectives):
         index = self.device.index if self.device.type == "cuda" else None
         transport = load(self._transport_name)(TransportInfo(self.rank, self.world_size, index))
         timeout_s = self.config.setup_timeout_s
+        protocol = choose_protocol(self.config.protocol, self._transport_name)
         engines: list[CudaEngine | HostEngine] = []
 
         def allocate() -> bytes:
@@ -266,7 +267,7 @@ class PcieDcpGroup(Collectives):
             peers = transport.map([record.partition(b"\n")[2] for record in records])
             if self.device.type == "cpu":
                 engine: CudaEngine | HostEngine = HostEngine(
-                    self.rank, layout, peers, self.config.timeout_s
+                    self.rank, layout, peers, protocol, self.config.timeout_s
                 )
             else:
                 engine = CudaEngine(self.rank, layout, peers, self.device, self.config, self._store)
@@ -286,7 +287,7 @@ class PcieDcpGroup(Collectives):
         info = PlanInfo(
             rank=self.rank,
             world_size=self.world_size,
-            protocol=choose_protocol(self.config.protocol, self._transport_name),
+            protocol=protocol,
             segment_nbytes=layout.segment_nbytes,
             max_rows=self.config.max_rows,
             max_blocks=self._max_blocks,
@@ -422,12 +423,16 @@ class PcieDcpGroup(Collectives):
         if b"1" in flags:
             _kept.append((self._channels, self._transports))
             return
-        for channel in self._channels.values():
-            channel.engine.synchronize()
-            channel.engine.close()
-        for transport in self._transports.values():
-            transport.unmap()
-        agree(self._bootstrap, "unmapping", lambda: b"", timeout_s)
+
+        def let_go() -> bytes:
+            for channel in self._channels.values():
+                channel.engine.synchronize()
+                channel.engine.close()
+            for transport in self._transports.values():
+                transport.unmap()
+            return b""
+
+        agree(self._bootstrap, "unmapping", let_go, timeout_s)
         for transport in self._transports.values():
             transport.free()
 

@@ -30,12 +30,16 @@ class HostEngine:
         rank: Group rank.
         layout: Of every slab.
         peers: The mapped slabs.
+        protocol: `push` or `pull`.
         timeout_s: Longest wait for a peer.
     """
 
-    def __init__(self, rank: int, layout: SlabLayout, peers: PeerMap, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, layout: SlabLayout, peers: PeerMap, protocol: str, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.layout = layout
+        self.push = protocol == "push"
         self.timeout_s = timeout_s
         self.epoch = 0
         self.aborted = threading.Event()
@@ -48,10 +52,12 @@ class HostEngine:
 
     def failed(self) -> bool:
         """Tell whether the channel is broken."""
-        return self._failure is not None
+        return self._failure is not None or self.aborted.is_set()
 
     def failure(self) -> CommError | None:
         """Return what broke the channel, or None."""
+        if self._failure is None and self.aborted.is_set():
+            return PeerAbortedError("the group was aborted", rank=self.rank)
         return self._failure
 
     def abort(self) -> None:
@@ -77,19 +83,25 @@ class HostEngine:
             PeerAbortedError: `abort` was called.
         """
         shards: Sequence[Sequence[torch.Tensor]] = [inputs]
-        if plan.staged_nbytes:
+        if plan.exchanged:
             try:
                 shards = self._exchange(plan, inputs)
-            except CommError as error:
-                self._failure = error
+            except BaseException as error:
+                # Whatever ended it, peers may still read this epoch's slot: no later call may run.
+                self._failure = error if isinstance(error, CommError) else _interrupted(error)
                 raise
         for output, value in zip(outputs, collective.reference(shards), strict=True):
             output.copy_(value)
 
+    def payload_nbytes(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> int:
+        """Return the bytes a rank stages here: whole inputs, where a kernel may stage less."""
+        sizes = (inputs[i].numel() * inputs[i].itemsize for i in plan.exchanged)
+        return sum(align_up(size, PACK_NBYTES) for size in sizes)
+
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         self.epoch = next_epoch(self.epoch)
         slot = slot_of(self.epoch)
-        push = plan.facts[0] == "push"
+        push = self.push
         payload = [dense(inputs[i]) for i in plan.exchanged]
         for target in range(len(self._bytes)) if push else (self.rank,):
             writer = self.rank if push else 0
@@ -173,3 +185,7 @@ class HostEngine:
     def close(self) -> None:
         """Drop the views of the slabs, so that the transport can unmap them."""
         self._bytes = []
+
+
+def _interrupted(error: BaseException) -> CommError:
+    return CommError(f"a call was interrupted by {type(error).__name__}: {error}")

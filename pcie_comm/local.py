@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
 from .bootstrap import ThreadBootstrap
 from .config import Config, request_hardware_queues
-from .errors import CommError, InvalidArgumentError, PeerAbortedError, UnsupportedError
+from .errors import CommError, InvalidArgumentError, PeerError, UnsupportedError
 from .group import PcieDcpGroup
 from .layout import MAX_WORLD
 
 Result = TypeVar("Result")
 
 HARDWARE_QUEUES = 32
+
+PATIENCE_S = 1.0
+"""How long ranks may go on after another one raised, before their groups are aborted."""
 
 
 class LocalWorld:
@@ -40,7 +43,8 @@ class LocalWorld:
         returns after all streams have finished and every group passed `check`.
 
         Raises:
-            CommError: The first rank's error that is not the echo of another's.
+            Exception: The first rank's error that is not about a peer. Ranks that still wait for
+                it a second later are aborted; the world is then of no further use.
         """
 
         def on_rank(rank: int) -> Result:
@@ -54,7 +58,11 @@ class LocalWorld:
                 group.check()
                 return result
 
-        return _first_error_or_results(self._threads, on_rank, len(self.groups))
+        def give_up() -> None:
+            for group in self.groups:
+                group.abort()
+
+        return _first_error_or_results(self._threads, on_rank, len(self.groups), give_up)
 
     def close(self) -> None:
         """Close every group. Idempotent."""
@@ -67,12 +75,22 @@ class LocalWorld:
 
 
 def _first_error_or_results(
-    threads: ThreadPoolExecutor, fn: Callable[[int], Result], count: int
+    threads: ThreadPoolExecutor,
+    fn: Callable[[int], Result],
+    count: int,
+    give_up: Callable[[], None] | None = None,
 ) -> list[Result]:
+    """Run `fn` on every rank; after one raised, the others get a moment, then `give_up` is called.
+
+    Raises the first error that is not about a peer: the others are its echo.
+    """
     futures = [threads.submit(fn, rank) for rank in range(count)]
+    waiting = wait(futures, return_when=FIRST_EXCEPTION).not_done
+    if waiting and give_up is not None and wait(futures, timeout=PATIENCE_S).not_done:
+        give_up()
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise next((e for e in errors if not isinstance(e, PeerAbortedError)), errors[0])
+        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
     return [future.result() for future in futures]
 
 

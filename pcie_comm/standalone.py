@@ -32,7 +32,7 @@ def _lane(device: torch.device) -> Channel:
                 engine = CudaEngine(0, None, None, device, config, store)
             else:
                 layout = SlabLayout(config.slot_nbytes, 1)
-                engine = HostEngine(0, layout, PeerMap((), ()), config.timeout_s)
+                engine = HostEngine(0, layout, PeerMap((), ()), "push", config.timeout_s)
             info = PlanInfo(0, 1, "push", 0, config.max_rows, 1)
             _lanes[device] = Channel("kimi_topk16", info, device, engine)
         return _lanes[device]

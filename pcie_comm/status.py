@@ -79,18 +79,24 @@ class StatusRecord:
         return self.device_address + StatusLayout.ABORT
 
     def failed(self) -> bool:
-        """Tell whether a launch gave up. A read of one word."""
-        return self.words[0] != StatusLayout.CODE_OK
+        """Tell whether a launch gave up, or the channel was aborted. A read of two words."""
+        words = self.words
+        return words[0] != StatusLayout.CODE_OK or words[StatusLayout.ABORT // 4] != 0
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self.words[StatusLayout.ABORT // 4] != 0
 
     def abort(self) -> None:
         """Make every waiting launch give up."""
         self.words[StatusLayout.ABORT // 4] = 1
 
     def read(self) -> Failure | None:
-        """Return the failure, or None."""
-        if not self.failed():
-            return None
+        """Return what a launch reported, or None."""
         word = self.words
+        if word[0] == StatusLayout.CODE_OK:
+            return None
 
         def at(offset: int) -> int:
             return int(word[offset // 4])

@@ -31,7 +31,7 @@ class Columns:
     """One gathered tensor: addresses and sizes, strides in bytes, `staged` its segment offset."""
 
     source: Int64
-    source_stride: Int32
+    source_stride: Int64
     output: Int64
     output_stride: Int32
     row_nbytes: Int32
@@ -71,7 +71,7 @@ class ColumnGather(DeviceObject):
         for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
             index = self.first + local
             row, column = self._split(index)
-            address = columns.source + Int64(row) * Int64(columns.source_stride) + Int64(column)
+            address = columns.source + Int64(row) * columns.source_stride + Int64(column)
             words = prim.load_pack(address, Uint32(1), self.pack)
             offset = columns.staged + Int64(index) * self.pack
             self.staging.put(offset, words, self.pack)
@@ -126,7 +126,7 @@ def gather_kernel(count: int, *, push: bool, pack: int, threads: int) -> Any:
             row_nbytes = Int32(scalars[1 + i])
             columns = Columns(
                 source=tensors[i],
-                source_stride=Int32(scalars[1 + count + i]),
+                source_stride=scalars[1 + count + i],
                 output=tensors[count + i],
                 output_stride=row_nbytes * lane.world_size,
                 row_nbytes=row_nbytes,

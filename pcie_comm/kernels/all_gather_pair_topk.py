@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES
 from ..policy import split_fused_grid
-from .columns import PACKS, check_capacity, check_columns, pack_width, row_nbytes, stride_nbytes
+from .columns import PACKS, check_columns, pack_width, row_nbytes, stride_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router
 from .router_spec import KIMI_K3, RouterSpec
@@ -88,7 +88,6 @@ class AllGatherPairTopk(Collective):
             )
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
-        check_capacity(self.name, info, staged)
         router_blocks, down_blocks = split_fused_grid(rows, down_nbytes * world, info.max_blocks)
         per_block = -(-rows // router_blocks)
         return Plan(
@@ -99,7 +98,7 @@ class AllGatherPairTopk(Collective):
                 OutputSpec((rows, spec.top_k), "int32"),
             ),
             kernel=KernelKey(self.name, (info.protocol, pack_width(info, [down]), spec.numerics)),
-            grid=router_blocks + down_blocks if rows else 0,
+            grid=router_blocks + down_blocks,
             scalars=(
                 rows,
                 router_blocks,

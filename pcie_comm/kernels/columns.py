@@ -70,21 +70,6 @@ def pack_width(info: PlanInfo, tensors: Sequence[TensorMeta]) -> int:
     return next(p for p in PACKS if p <= limit and all(size % p == 0 for size in sizes))
 
 
-def check_capacity(op: str, info: PlanInfo, staged_nbytes: int) -> None:
-    """Check that a rank's bytes fit its segment.
-
-    Raises:
-        InvalidArgumentError: They do not; names both sizes.
-    """
-    if staged_nbytes > info.segment_nbytes:
-        raise InvalidArgumentError(
-            f"a call stages nbytes={staged_nbytes} per rank, more than the "
-            f"capacity={info.segment_nbytes}; raise Config.slot_nbytes on every rank "
-            f"(needed: {align_up(staged_nbytes, 128) * info.world_size})",
-            op=op,
-        )
-
-
 def gather_variants(op: str) -> list[KernelKey]:
     """Return the kernels of a plain gather."""
     return [KernelKey(op, (protocol, pack)) for protocol in ("push", "pull") for pack in PACKS]
@@ -96,7 +81,7 @@ def plan_gather(
     """Plan a gather of `tensors`, staged one behind the other.
 
     Raises:
-        InvalidArgumentError: Rows differ, or the bytes do not fit the slot.
+        InvalidArgumentError: Rows differ.
     """
     rows = tensors[0].shape[0]
     if any(meta.shape[0] != rows for meta in tensors):
@@ -105,12 +90,11 @@ def plan_gather(
         )
     sizes = [row_nbytes(meta) for meta in tensors]
     staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
-    check_capacity(op, info, staged)
     return Plan(
         op=op,
         outputs=outputs,
         kernel=KernelKey(op, (info.protocol, pack_width(info, tensors))),
-        grid=gather_blocks(staged * info.world_size, info.max_blocks) if rows else 0,
+        grid=gather_blocks(staged * info.world_size, info.max_blocks),
         scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
         staged_nbytes=staged,
         exchanged=tuple(range(len(tensors))),

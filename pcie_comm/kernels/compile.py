@@ -1,7 +1,7 @@
 """Kernels from source to cubin: CuTe DSL, one folder format for cache and ahead-of-time builds.
 
-A kernel on disk is two files: `NAME.ARCH.cubin` and `NAME.ARCH.json` (entry point, block size,
-checksum, source fingerprint, DSL version). Files are replaced atomically, so processes may share a
+A kernel on disk is two files: `NAME.ARCH.CHECKSUM.cubin` and `NAME.ARCH.json` (entry point, block
+size, checksum, source fingerprint, DSL version). Files are replaced atomically, so processes may share a
 folder; a damaged entry of the cache is rebuilt, a damaged or stale one of an ahead-of-time folder
 is an error. Nothing here needs a GPU, and the DSL is imported only when something is compiled.
 """
@@ -125,19 +125,20 @@ def _replace(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.replace(name, path)
+        Path(name).chmod(0o644)  # what root builds, a service may read
+        Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
 def write(kernel: CompiledKernel, folder: Path) -> None:
-    """Write a kernel to a folder, atomically."""
+    """Write a kernel to a folder, atomically: the code first, under a name of its own content."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {k: v for k, v in asdict(kernel).items() if k not in ("cubin", "ptx")}
     meta["sha256"] = hashlib.sha256(kernel.cubin).hexdigest()
     stem = f"{kernel.key}.{kernel.arch}"
-    _replace(folder / f"{stem}.cubin", kernel.cubin)
+    _replace(folder / f"{stem}.{meta['sha256'][:12]}.cubin", kernel.cubin)
     _replace(folder / f"{stem}.json", json.dumps(meta, indent=1, sort_keys=True).encode())
 
 
@@ -147,14 +148,14 @@ def read(folder: Path, key: KernelKey, arch: str) -> CompiledKernel | None:
     Raises:
         CompileError: The files are damaged.
     """
-    stem = folder / f"{key}.{arch}"
-    meta_file, cubin_file = Path(f"{stem}.json"), Path(f"{stem}.cubin")
+    meta_file = folder / f"{key}.{arch}.json"
     if not meta_file.exists():
         return None
     try:
         meta = json.loads(meta_file.read_bytes())
-        cubin = cubin_file.read_bytes()
-        if hashlib.sha256(cubin).hexdigest() != meta.pop("sha256"):
+        checksum = meta.pop("sha256")
+        cubin = (folder / f"{key}.{arch}.{checksum[:12]}.cubin").read_bytes()
+        if hashlib.sha256(cubin).hexdigest() != checksum:
             raise ValueError("checksum differs")
         return CompiledKernel(cubin=cubin, **meta)
     except (OSError, ValueError, TypeError, KeyError) as error:

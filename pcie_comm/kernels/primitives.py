@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -244,6 +244,14 @@ def block_all(condition: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     )
     operands = [Uint32(condition).ir_value(**at)]
     return Uint32(_asm(T.i32(), operands, text, "=r,r", effects=True, **at))
+
+
+def warp_all(condition: Any) -> Uint32:
+    """Return 1 if `condition` holds in every lane, else 0. Participants: a warp.
+
+    Makes a value uniform that lanes read one by one while another block may be changing it.
+    """
+    return Uint32(cute.arch.vote_all_sync(condition))
 
 
 # --- shared memory --------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ same-numbered blocks staged. Block b of a rank only ever exchanges with block b 
 Why two slots suffice, and the proof that nobody is more than one epoch ahead: docs/protocol.md.
 
 A wait is bounded by wall time and watches the abort word and the channel's poison word. The first
-thread that gives up writes the status record and poisons the channel; its launch stores nothing
-more to any peer, and later launches return at once.
+thread that gives up writes the status record and poisons the channel; its block stores nothing
+more to any peer, and later launches return at once. (Other blocks of that launch may already have
+staged and signalled: harmless, since every rank still pairs the same epochs.)
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Lane(DeviceObject):
         self.last_epoch = prim.load_u32(self._epoch_address(self.block))
         self.epoch = self.last_epoch + Uint32(1)
         self.slot = Int32(self.epoch & Uint32(1))
-        self.ok = Uint32(poison == Uint32(0))
+        self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
         self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(self.slot) * Int64(slot_nbytes)
 

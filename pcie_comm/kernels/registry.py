@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..layout import LINE_NBYTES, MAX_BLOCKS, align_up
 
 if TYPE_CHECKING:
     import torch
@@ -96,10 +97,13 @@ class Plan:
         op: Name of the collective.
         outputs: What the call returns.
         kernel: Which compiled kernel runs.
-        grid: Thread blocks of the launch; 0 for a call with nothing to do.
+        grid: Thread blocks of the launch; 0 for a call without communication and without rows. A
+            call with communication launches even without rows: its flags are what tells a rank
+            that its peers do have rows.
         scalars: Integers the kernel gets behind the tensors' addresses, as 64-bit arguments.
-        staged_nbytes: Bytes one rank stages; 0 for a call without communication.
-        exchanged: Indices of the inputs whose bytes go to the peers (the rest is local).
+        staged_nbytes: Bytes one rank stages.
+        exchanged: Indices of the inputs whose bytes go to the peers (the rest is local); empty for
+            a call without communication.
         facts: What must be equal on all ranks for the call to match; goes into the signature.
             Not the kernel's variant: ranks whose tensors are aligned differently still match.
     """
@@ -172,6 +176,34 @@ class Collective(ABC):
 
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most serve every size
         """Raise UnsupportedError if the collective does not serve this world size."""
+
+
+def check_plan(collective: Collective, plan: Plan, info: PlanInfo, staged_nbytes: int) -> None:
+    """Check what a plugin planned against what its channel has.
+
+    Raises:
+        InvalidArgumentError: The bytes do not fit the slot.
+        UnsupportedError: The plugin asks for more blocks than are resident, or for blocks that are
+            too small to signal every peer; launching it would hang or damage memory.
+    """
+    if not plan.exchanged:
+        return
+    if staged_nbytes > info.segment_nbytes:
+        raise InvalidArgumentError(
+            f"a call stages nbytes={staged_nbytes} per rank, more than the "
+            f"capacity={info.segment_nbytes}; raise Config.slot_nbytes on every rank "
+            f"(needed: {align_up(staged_nbytes, LINE_NBYTES) * info.world_size})",
+            op=plan.op,
+        )
+    smallest = max(MAX_BLOCKS, align_up(info.world_size, 32))
+    if not 1 <= plan.grid <= info.max_blocks or not smallest <= collective.block <= 1024:
+        raise UnsupportedError(
+            f"plugin {collective.name!r} asks for grid={plan.grid} blocks of "
+            f"block={collective.block} threads; allowed are 1 to {info.max_blocks} blocks of "
+            f"{smallest} to 1024 threads",
+            reason="the launch does not fit its channel",
+            op=plan.op,
+        )
 
 
 _registered: dict[str, Collective] = {}

@@ -304,7 +304,7 @@ def fused_kernel(spec: RouterSpec, *, push: bool, pack: int, threads: int) -> An
         )
         columns = Columns(
             source=down,
-            source_stride=Int32(scalars[7]),
+            source_stride=scalars[7],
             output=down_out,
             output_stride=row_nbytes * lane.world_size,
             row_nbytes=row_nbytes,

@@ -27,6 +27,12 @@ def figures(request):
     return record
 
 
+def pytest_runtest_logreport(report):
+    """Print a failure when it happens: a run that is cut short still says what it saw."""
+    if report.failed:
+        print(f"\n{report.nodeid} {report.when}\n{report.longreprtext[-1500:]}", flush=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     import torch

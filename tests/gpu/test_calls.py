@@ -27,6 +27,7 @@ from pcie_comm import (
 
 pytestmark = pytest.mark.gpu
 
+KIMI_OP = "all_gather_pair_kimi_topk"
 FAST = Config(timeout_s=1.0)
 
 
@@ -38,7 +39,7 @@ def test_b17_cold_capture_is_refused_and_named():
     """Nothing is recorded, the capture ends cleanly, eager calls and a warm capture work."""
     with local_world(1, harness.DEVICE) as world:
         group = world.groups[0]
-        batch = harness.kimi_batch(1, 1, 1)
+        batch = harness.make_batch(KIMI_OP, 1, 1, 1)
         inputs, out = own_inputs(group, batch), tuple(t[0, 0] for t in batch.outputs)
         stream = world.streams[0]
         graph = torch.cuda.CUDAGraph()
@@ -151,10 +152,10 @@ def test_different_ops_are_a_mismatch_on_both():
             assert bool((batch.outputs[0].view(torch.uint8) == harness.POISON).all())
 
 
-@pytest.mark.parametrize(("rows_0", "rows_1"), [(4, 8), (8, 4), (1, 64)])
+@pytest.mark.parametrize(("rows_0", "rows_1"), [(4, 8), (8, 4), (1, 64), (0, 2)])
 def test_b36_different_rows_are_a_mismatch(rows_0, rows_1):
     with local_world(2, harness.DEVICE, config=Config(timeout_s=2)) as world:
-        batches = [harness.kimi_batch(1, 2, rows) for rows in (rows_0, rows_1)]
+        batches = [harness.make_batch(KIMI_OP, 1, 2, rows) for rows in (rows_0, rows_1)]
         for group in world.groups:
             group.prepare("all_gather_pair_kimi_topk")
         torch.cuda.synchronize()
@@ -264,7 +265,7 @@ from pcie_comm import local_world, Config
 with local_world(2, "cuda:0", config=Config(timeout_s=5)) as world:
     batch = harness.make_batch("all_gather_pair", 20, 2, 2)
     harness.run_eager(world, batch)
-    harness.run_replays(world, [harness.make_batch("all_gather_pair", 3, 2, 2)])
+    harness.Replayed(world, [harness.make_batch("all_gather_pair", 3, 2, 2)]).run()
     print("mismatches", batch.mismatches())
 """
 

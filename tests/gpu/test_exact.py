@@ -33,12 +33,15 @@ def test_eager_rounds_are_exact(protocol, memory, world_size, figures):
             for group in world.groups:
                 group.prepare(op)
             for rows in ROWS:
-                batch = harness.make_batch(op, harness.FULL_ROUNDS, world_size, rows)
-                harness.run_eager(world, batch)
-                calls += harness.FULL_ROUNDS * world_size
-                if count := batch.mismatches():
+                batch = harness.make_batch(op, harness.RING, world_size, rows)
+                count = 0
+                for _ in range(harness.FULL_ROUNDS // harness.RING):
+                    batch.refresh()
+                    harness.run_eager(world, batch)
+                    count += batch.mismatches()
+                    calls += batch.rounds * world_size
+                if count:
                     bad[f"{op} rows={rows}"] = count
-                del batch
     figures(
         protocol=protocol,
         memory=memory,
@@ -64,12 +67,17 @@ def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
                 group.prepare(op, rows=8)
             for ops in (1, 2, 3):
                 rows = [1, 8, 2][:ops]
-                batches = [harness.make_batch(op, harness.FULL_ROUNDS, world_size, r) for r in rows]
-                harness.run_replays(world, batches)
-                calls += harness.FULL_ROUNDS * world_size * ops
-                if count := sum(batch.mismatches() for batch in batches):
+                batches = [harness.make_batch(op, harness.RING, world_size, r) for r in rows]
+                replayed = harness.Replayed(world, batches)
+                count = 0
+                for _ in range(harness.FULL_ROUNDS // harness.RING):
+                    for batch in batches:
+                        batch.refresh()
+                    replayed.run()
+                    count += sum(batch.mismatches() for batch in batches)
+                    calls += harness.RING * world_size * ops
+                if count:
                     bad[f"{op} ops={ops}"] = count
-                del batches
     figures(
         protocol=protocol,
         memory=memory,
@@ -86,13 +94,13 @@ def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_long_run_of_the_fused_op(memory, world_size, figures):
     """B15: a few hundred rounds prove nothing."""
-    rounds, chunk, bad = 100 * harness.FULL_ROUNDS, 10 * harness.FULL_ROUNDS, 0
+    rounds, bad = 100 * harness.FULL_ROUNDS, 0
     with open_world(world_size, memory, "push") as world:
-        for _ in range(rounds // chunk):
-            batch = harness.make_batch("all_gather_pair_kimi_topk", chunk, world_size, 1)
+        batch = harness.make_batch("all_gather_pair_kimi_topk", 500, world_size, 1)
+        for _ in range(rounds // 500):
+            batch.refresh()
             harness.run_eager(world, batch)
             bad += batch.mismatches()
-            del batch
     figures(memory=memory, world=world_size, rounds=rounds, mismatches=bad)
     assert bad == 0
 
@@ -111,9 +119,9 @@ def test_b09_epoch_wraps(start):
             assert op_batch.mismatches() == 0
         for group in world.groups:
             group._channels["default"].engine.seed_epoch(start)
-        replayed = [harness.make_batch("all_gather_pair", 9, 4, 1)]
-        harness.run_replays(world, replayed)
-        assert replayed[0].mismatches() == 0
+        batch = harness.make_batch("all_gather_pair", 9, 4, 1)
+        harness.Replayed(world, [batch]).run()
+        assert batch.mismatches() == 0
 
 
 def test_ops_with_different_grids_share_a_channel():
@@ -128,10 +136,7 @@ def test_ops_with_different_grids_share_a_channel():
                 for group, stream in zip(world.groups, world.streams, strict=True):
                     torch.cuda.set_stream(stream)
                     batch.call(group, index)
-        torch.cuda.set_stream(torch.cuda.default_stream())
-        torch.cuda.synchronize()
-        for group in world.groups:
-            group.check()
+        harness.settle(world)
         assert [batch.mismatches() for batch in batches] == [0] * len(batches)
 
 

@@ -31,13 +31,13 @@ def microseconds(call) -> float:
 def test_eager_call_costs_at_most_two_bare_launches(figures):
     with local_world(1, harness.DEVICE) as world:
         group = world.groups[0]
-        batch = harness.kimi_batch(1, 1, 1)
+        batch = harness.make_batch("all_gather_pair_kimi_topk", 1, 1, 1)
         inputs = [tensor[0, 0] for tensor in batch.inputs] + batch.shared
         out = tuple(tensor[0, 0] for tensor in batch.outputs)
         torch.cuda.set_stream(world.streams[0])
         group.all_gather_pair_kimi_topk(*inputs, out=out)
         call = next(iter(group._channels["default"]._bound.values()))
-        kernel = group._channels["default"].engine.kernel_for(call.collective, call.plan)
+        kernel = call.kernel
         stream = torch.cuda.current_stream().cuda_stream
         launch, function, block = kernel._launch, kernel._function, kernel.block
         grid, address = call.plan.grid, call.launch.arguments.address

@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import harness
 import pytest
 from launcher import run_ranks
 
@@ -36,7 +37,6 @@ def mps(tmp_path_factory):
 
 def exchange(rank: int, world_size: int, transport: str, rounds: int) -> dict[str, object]:
     """Run every op; return mismatches and what is left after close."""
-    import harness
     import torch
 
     from pcie_comm import Config, PcieDcpGroup
@@ -51,14 +51,17 @@ def exchange(rank: int, world_size: int, transport: str, rounds: int) -> dict[st
         for op in harness.ops_for(world_size):
             group.prepare(op)
             torch.manual_seed(7)  # every rank makes the whole batch, and uses its own part
-            batch = harness.make_batch(op, rounds, world_size, 2)
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                for index in range(rounds):
-                    batch.call(group, index)
-                stream.synchronize()
-            group.check()
-            mismatches[op] = batch.mismatches([rank])
+            batch = harness.make_batch(op, harness.RING, world_size, 2)
+            mismatches[op] = 0
+            for _ in range(rounds // harness.RING):
+                batch.refresh()
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    for index in range(batch.rounds):
+                        batch.call(group, index)
+                    stream.synchronize()
+                group.check()
+                mismatches[op] += batch.mismatches([rank])
             del batch
         described = group.describe()
     torch.cuda.empty_cache()
@@ -95,10 +98,10 @@ def check(world_size: int, transport: str, rounds: int, environment, figures, mp
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
 def test_processes_under_mps(transport, world_size, mps, figures):
-    check(world_size, transport, 1000, mps, figures, True)
+    check(world_size, transport, harness.FULL_ROUNDS, mps, figures, True)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
 def test_processes_without_mps(transport, figures):
     """Time slices: a handshake takes milliseconds, and must still be right."""
-    check(2, transport, 1000, {}, figures, False)
+    check(2, transport, harness.FULL_ROUNDS, {}, figures, False)
