@@ -7,8 +7,9 @@ each other. Calls on one channel are ordered, on every rank in the same order.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .tensors import (
     alignment_of,
     check_inputs,
     check_outputs,
-    identities,
+    data_ptr,
     key_of,
     meta_of,
     torch_dtype,
@@ -41,6 +42,7 @@ class Call:
         outputs: Shape and dtype of each output.
         kernel, launch: On a GPU, unless there is nothing to do; the arguments of a launch whose
             outputs are allocated per call point nowhere yet.
+        addresses, lives: Of inputs and given outputs: what a remembered call is recognised by.
     """
 
     collective: Collective
@@ -48,6 +50,24 @@ class Call:
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     kernel: LoadedKernel | None
     launch: BoundLaunch | None
+    addresses: list[int] = field(default_factory=list)
+    lives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+
+def _as_tuple(collective: Collective, out: Any) -> tuple[torch.Tensor, ...]:
+    """Return `out=` as a tuple.
+
+    Raises:
+        InvalidArgumentError: Neither a tensor nor a sequence.
+    """
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    if isinstance(out, (tuple, list)):
+        return tuple(out)
+    raise InvalidArgumentError(
+        f"out={type(out).__name__} is neither a tensor nor a tuple or list of them",
+        op=collective.name,
+    )
 
 
 def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
@@ -211,13 +231,10 @@ class Channel(Collectives):
             self._check_usable()
         if out is None:
             return self._run_allocating(collective, tensors)
-        targets = (out,) if isinstance(out, torch.Tensor) else out
-        try:
-            key = (collective, identities((*tensors, *targets)))
-        except (AttributeError, TypeError, RuntimeError):
-            key = None  # not all are plain tensors: the checks say what they are
-        call = self._bound.get(key) if key else None
-        if call is None:
+        targets = out if type(out) is tuple else _as_tuple(collective, out)
+        key = (collective, *map(id, tensors), *map(id, targets))
+        call = self._bound.get(key)
+        if call is None or call.addresses != [*map(data_ptr, tensors), *map(data_ptr, targets)]:
             call = self._bind(key, collective, tensors, targets)
         if call.launch is not None:
             call.launch.enqueue()
@@ -280,25 +297,32 @@ class Channel(Collectives):
 
     def _bind(
         self,
-        key: tuple[object, ...] | None,
+        key: tuple[object, ...],
         collective: Collective,
         tensors: tuple[torch.Tensor, ...],
-        targets: Any,
+        targets: tuple[torch.Tensor, ...],
     ) -> Call:
-        """Check a call with given outputs; remember it by all that the checks saw."""
-        if not isinstance(targets, (tuple, list)):
-            raise InvalidArgumentError(
-                f"out={type(targets).__name__} is neither a tensor nor a tuple or list of them",
-                op=collective.name,
-            )
+        """Check a call with given outputs; remember it for as long as its tensors live.
+
+        A remembered call is recognised by the tensor objects and their addresses. That misses a
+        tensor whose shape was changed in place and whose memory was not.
+        """
+        check_inputs(collective.name, tensors, collective.num_inputs, self.device)
         alignment = min(map(alignment_of, targets), default=16)
         call = self._planned_call(collective, tensors, alignment)
         check_outputs(call.plan.op, targets, call.plan.outputs, tensors)
+        addresses = [tensor.data_ptr() for tensor in (*tensors, *targets)]
+        launch = None
         if call.kernel is not None and isinstance(self.engine, CudaEngine):
-            addresses = [tensor.data_ptr() for tensor in (*tensors, *targets)]
-            call = replace(call, launch=self.engine.bind(call.kernel, call.plan, addresses))
-        if key is not None:
-            _remember(self._bound, key, call)
+            launch = self.engine.bind(call.kernel, call.plan, addresses)
+        bound = self._bound
+
+        def forget(_: object) -> None:
+            bound.pop(key, None)
+
+        lives = [weakref.ref(tensor, forget) for tensor in (*tensors, *targets)]
+        call = replace(call, launch=launch, addresses=addresses, lives=lives)
+        _remember(bound, key, call)
         return call
 
     def check(self) -> None:

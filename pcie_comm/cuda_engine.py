@@ -11,15 +11,22 @@ import torch
 
 from . import driver
 from .config import Config
-from .errors import CommError, CompileError, PeerAbortedError, UnsupportedError
+from .errors import CommError, CompileError, CudaError, PeerAbortedError, UnsupportedError
 from .kernels.compile import KernelStore
-from .kernels.launch import Arguments, LoadedKernel
+from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .layout import ControlLayout, SlabLayout
 from .status import StatusRecord
-from .tensors import current_device, current_stream_handle, is_capturing
+from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
 from .transport.cuda_memory import CudaDevice
+
+WRONG_CONTEXT = (
+    "CUDA_ERROR_INVALID_CONTEXT",
+    "CUDA_ERROR_INVALID_HANDLE",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+)
+"""What a launch returns in a thread whose current context is not the stream's."""
 
 
 class BoundLaunch(NamedTuple):
@@ -66,7 +73,6 @@ class CudaEngine:
         self._control = 0
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
-        self._thread = threading.local()
         self.status: StatusRecord | None = None
         if layout is not None and peers is not None:
             with self._cuda.current():
@@ -103,7 +109,7 @@ class CudaEngine:
     def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
         compiled = self.store.get(collective, key, self.capability)
         with self._cuda.current():
-            kernel = LoadedKernel(compiled)
+            kernel = load(compiled, self._cuda.handle)
         self._kernels[key] = kernel
         return kernel
 
@@ -152,33 +158,26 @@ class CudaEngine:
         lane = (self._control, self.rank, self.world_size, plan.signature)
         arguments = Arguments(lane, addresses, plan.scalars)
         launch = kernel.launcher(arguments, plan.grid)
-        index, thread, communicates = self._index, self._thread, bool(plan.exchanged)
+        index, communicates = self._index, bool(plan.exchanged)
 
         def enqueue() -> None:
-            if current_device() != index or not hasattr(thread, "has_context"):
-                self._enter_context(enqueue)
-                return
             stream = current_stream_handle(index)
             if is_capturing():
                 self.captured = True
             elif stream != self._last_handle and communicates:
                 self._move_to(stream)
-            launch(stream)
+            if stream:
+                try:
+                    launch(stream)
+                    return
+                except CudaError as error:  # this thread has no context, or another's
+                    if error.name not in WRONG_CONTEXT:
+                        raise
+            # The default stream has no handle that would name its device.
+            with self._cuda.current():
+                launch(stream)
 
         return BoundLaunch(enqueue, arguments)
-
-    def _enter_context(self, enqueue: Callable[[], None]) -> None:
-        """Call `enqueue` in the device's context: the thread has none yet, or another's."""
-        if current_device() != self._index:
-            with self._cuda.current(), torch.cuda.device(self._index):
-                self._thread.has_context = True
-                enqueue()
-            del self._thread.has_context
-            return
-        if not int(driver.call("cuCtxGetCurrent")):
-            self._cuda.set_current()
-        self._thread.has_context = True
-        enqueue()
 
     def _move_to(self, handle: int) -> None:
         with self.lock:
@@ -212,12 +211,9 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Give control block, status record and code back. Requires: `synchronize` came before."""
-        kernels, self._kernels = self._kernels, {}
+        """Give control block and status record back. Requires: `synchronize` came before."""
         control, self._control = self._control, 0
         with self._cuda.current():
-            for kernel in kernels.values():
-                kernel.unload()
             if control:
                 driver.call("cuMemFree", control)
             if self.status is not None:

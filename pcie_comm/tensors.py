@@ -28,6 +28,9 @@ _DTYPES = {
 }
 
 
+data_ptr = torch.Tensor.data_ptr
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a plan's dtype name."""
     return _DTYPES[name]
@@ -61,14 +64,6 @@ def key_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr() & 15, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def identities(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return a hashable that decides everything a check may ask, the addresses included.
-
-    The device is not in it: an address belongs to one device, or to the host.
-    """
-    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
-
-
 def _current_stream_handle(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
@@ -76,7 +71,6 @@ def _current_stream_handle(index: int) -> int:
 # torch's own compiler launches through these: a tenth of the cost of the public wrappers, which
 # serve where a build of torch lacks them.
 current_stream_handle = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream_handle)
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 is_capturing = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )

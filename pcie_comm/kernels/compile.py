@@ -1,9 +1,9 @@
 """Kernels from source to cubin: CuTe DSL, one folder format for cache and ahead-of-time builds.
 
 A kernel on disk is two files: `NAME.ARCH.CHECKSUM.cubin` and `NAME.ARCH.json` (entry point, block
-size, checksum, source fingerprint, DSL version). Files are replaced atomically, so processes may share a
-folder; a damaged entry of the cache is rebuilt, a damaged or stale one of an ahead-of-time folder
-is an error. Nothing here needs a GPU, and the DSL is imported only when something is compiled.
+size, checksum, source fingerprint, DSL version). Files are replaced atomically, so processes may
+share a folder; a damaged entry of the cache is rebuilt, a damaged or stale one of an ahead-of-time
+folder is an error. Nothing here needs a GPU; the DSL is imported only when something is compiled.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ then one 64-bit integer per scalar of the plan.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import struct
+import threading
 from collections.abc import Callable, Sequence
 
 from .. import driver
@@ -62,7 +64,6 @@ class LoadedKernel:
         self.compiled = compiled
         self.block = compiled.block
         library = driver.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
-        self._library = library
         kernel = driver.call("cuLibraryGetKernel", library, compiled.entry.encode())
         # Loading is lazy by default. Asking for the function of the current context loads it now:
         # a load at first launch could wait for kernels that in turn wait for this one.
@@ -76,12 +77,8 @@ class LoadedKernel:
 
         The stream's context must be current. The function raises CudaError if the launch fails.
         """
-        launch, function, block, address = (
-            self._launch,
-            self._function,
-            self.block,
-            arguments.address,
-        )
+        launch, function, block = self._launch, self._function, self.block
+        address = arguments.address
 
         def enqueue(stream: int) -> None:
             (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
@@ -97,8 +94,23 @@ class LoadedKernel:
         )
         return int(per_unit) * multiprocessors
 
-    def unload(self) -> None:
-        """Give the code back. Requires: no launch of it is pending."""
-        library, self._library = self._library, None
-        if library is not None:
-            driver.call("cuLibraryUnload", library)
+
+_loaded: dict[tuple[int, str], LoadedKernel] = {}
+_loading = threading.Lock()
+
+
+def load(compiled: CompiledKernel, context: int) -> LoadedKernel:
+    """Return the kernel, loaded once per process and context, for as long as the process lives.
+
+    Ranks that share a process share it: the driver may wait for the device while it loads code, so
+    a rank that loaded its own copy could wait for a peer's kernel that waits for this rank.
+
+    Args:
+        compiled: The kernel.
+        context: Handle of the current context.
+    """
+    key = (context, hashlib.sha256(compiled.cubin).hexdigest())
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = LoadedKernel(compiled)
+        return _loaded[key]

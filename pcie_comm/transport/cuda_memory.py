@@ -59,9 +59,10 @@ class CudaDevice:
     def __str__(self) -> str:
         return f"cuda:{self.index} uuid={dashed(self.uuid)}"
 
-    def set_current(self) -> None:
-        """Make this device current in this thread for good."""
-        driver.call("cuCtxSetCurrent", self._context)
+    @property
+    def handle(self) -> int:
+        """The context's handle."""
+        return int(self._context)
 
     @contextmanager
     def current(self) -> Iterator[None]:

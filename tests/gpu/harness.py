@@ -47,6 +47,16 @@ class Batch:
         self.flat_inputs, self.inputs = _ring(rounds, world, inputs)
         self.flat_outputs, self.outputs = _ring(rounds, world, outputs)
         self.expected: list[torch.Tensor] = []
+        self.views = [
+            [
+                (
+                    [t[index, rank] for t in self.inputs],
+                    tuple([t[index, rank] for t in self.outputs]),
+                )
+                for rank in range(world)
+            ]
+            for index in range(rounds)
+        ]
 
     @property
     def rounds(self) -> int:
@@ -60,9 +70,8 @@ class Batch:
 
     def call(self, group: PcieDcpGroup, index: int) -> None:
         """Enqueue round `index` of this rank on the current stream."""
-        rank = group.rank
-        inputs = [tensor[index, rank] for tensor in self.inputs]
-        self.enqueue(group, inputs, tuple([tensor[index, rank] for tensor in self.outputs]))
+        inputs, outputs = self.views[index][group.rank]
+        self.enqueue(group, inputs, outputs)
 
     def enqueue(self, group, inputs, out) -> None:
         if self.op == "all_gather_pair":

@@ -152,7 +152,7 @@ def test_different_ops_are_a_mismatch_on_both():
             assert bool((batch.outputs[0].view(torch.uint8) == harness.POISON).all())
 
 
-@pytest.mark.parametrize(("rows_0", "rows_1"), [(4, 8), (8, 4), (1, 64), (0, 2)])
+@pytest.mark.parametrize(("rows_0", "rows_1"), [(4, 8), (8, 4), (1, 64)])
 def test_b36_different_rows_are_a_mismatch(rows_0, rows_1):
     with local_world(2, harness.DEVICE, config=Config(timeout_s=2)) as world:
         batches = [harness.make_batch(KIMI_OP, 1, 2, rows) for rows in (rows_0, rows_1)]
@@ -183,6 +183,18 @@ def test_abort_ends_a_wait_at_once():
             world.groups[0].check()
 
 
+def test_b36_rows_on_one_rank_only_are_a_mismatch():
+    with local_world(2, harness.DEVICE, config=Config(timeout_s=2)) as world:
+        full = torch.zeros(1, 16, device="cuda")
+        for group, rows in zip(world.groups, (0, 1), strict=True):
+            with torch.cuda.stream(world.streams[group.rank]):
+                group.all_gather_pair(full[:rows], full[:rows])
+        torch.cuda.synchronize()
+        for group in world.groups:
+            with pytest.raises(MismatchError):
+                group.check()
+
+
 def test_zero_rows_return_empty_outputs():
     with local_world(2, harness.DEVICE) as world:
         down = torch.empty(0, 1792, dtype=torch.bfloat16, device="cuda")
@@ -197,7 +209,7 @@ WRONG = {
     "bias shape": lambda g, d, r, b: g.all_gather_pair_kimi_topk(d, r, b[:-1]),
     "device": lambda g, d, r, b: g.all_gather_pair_kimi_topk(d.cpu(), r, b),
     "rows differ": lambda g, d, r, b: g.all_gather_pair_kimi_topk(d, r[:1], b),
-    "inner stride": lambda g, d, r, b: g.all_gather_pair_kimi_topk(d, r.t().clone().t(), b),
+    "inner stride": lambda g, d, r, b: g.all_gather_pair_kimi_topk(d, r.t().contiguous().t(), b),
     "rows above capacity": lambda g, d, r, b: g.all_gather_pair(d.repeat(40, 1), d.repeat(40, 1)),
     "no tensor": lambda g, d, r, b: g.all_gather_pair(d, None),
     "out overlaps": lambda g, d, r, b: g.all_gather_pair(d, d, out=(d.repeat(1, 2), r)),
@@ -217,9 +229,9 @@ def test_wrong_input_is_refused_before_anything_is_enqueued():
         router, bias = torch.randn(2, 448, device="cuda"), torch.randn(896, device="cuda")
         group = world.groups[0]
         for name, call in WRONG.items():
-            with pytest.raises(InvalidArgumentError) as caught:
+            print(name)
+            with pytest.raises(InvalidArgumentError, match="="):
                 call(group, down, router, bias)
-            assert "=" in str(caught.value), name
         buffer = torch.zeros(4, 1792 * 2, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(InvalidArgumentError, match="overlaps"):
             group.all_gather_heads(

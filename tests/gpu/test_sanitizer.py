@@ -21,6 +21,7 @@ def test_kernels_are_clean(tool, figures):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     command = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=kernel_cutlass"]
+    command += ["--report-api-errors", "no"]  # bindings probe for functions the driver lacks
     done = subprocess.run(
         [*command, sys.executable, str(SCRIPT)],
         capture_output=True,
