@@ -217,6 +217,7 @@ class Channel(Collectives):
         self._bound: dict[tuple[object, ...], Call] = {}
         self._issuing = threading.Lock()
         self._issue = self.issue
+        self._broken = engine.broken
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -227,14 +228,15 @@ class Channel(Collectives):
 
     def issue(self, collective: Collective, tensors: tuple[torch.Tensor, ...], out: Any) -> Any:
         """Check, plan and launch a call; what has been checked once is only looked up."""
-        if self.closed or self.engine.failed():
+        if self.closed or self._broken[0]:
             self._check_usable()
         if out is None:
             return self._run_allocating(collective, tensors)
         targets = out if type(out) is tuple else _as_tuple(collective, out)
-        key = (collective, *map(id, tensors), *map(id, targets))
+        every = tensors + targets
+        key = (collective, *map(id, every))
         call = self._bound.get(key)
-        if call is None or call.addresses != [*map(data_ptr, tensors), *map(data_ptr, targets)]:
+        if call is None or call.addresses != [*map(data_ptr, every)]:
             call = self._bind(key, collective, tensors, targets)
         if call.launch is not None:
             call.launch.enqueue()

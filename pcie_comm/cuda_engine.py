@@ -11,7 +11,7 @@ import torch
 
 from . import driver
 from .config import Config
-from .errors import CommError, CompileError, CudaError, PeerAbortedError, UnsupportedError
+from .errors import CommError, CompileError, UnsupportedError
 from .kernels.compile import KernelStore
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
@@ -21,12 +21,9 @@ from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
 from .transport.cuda_memory import CudaDevice
 
-WRONG_CONTEXT = (
-    "CUDA_ERROR_INVALID_CONTEXT",
-    "CUDA_ERROR_INVALID_HANDLE",
-    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-)
-"""What a launch returns in a thread whose current context is not the stream's."""
+WRONG_CONTEXT = (201, 400, 709)
+"""CUDA_ERROR_INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED: what a launch returns in a
+thread whose current context is not the stream's."""
 
 
 class BoundLaunch(NamedTuple):
@@ -74,11 +71,13 @@ class CudaEngine:
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
         self.status: StatusRecord | None = None
+        self.broken: Sequence[int] = (0,)  # not 0 once the channel is: read before every call
         if layout is not None and peers is not None:
             with self._cuda.current():
                 self.status = StatusRecord()
                 self._control = int(driver.call("cuMemAlloc", ControlLayout.NBYTES))
                 self._write_control(layout, peers, config)
+            self.broken = self.status.words
 
     def _write_control(self, layout: SlabLayout, peers: PeerMap, config: Config) -> None:
         assert self.status is not None
@@ -157,8 +156,9 @@ class CudaEngine:
         """
         lane = (self._control, self.rank, self.world_size, plan.signature)
         arguments = Arguments(lane, addresses, plan.scalars)
-        launch = kernel.launcher(arguments, plan.grid)
-        index, communicates = self._index, bool(plan.exchanged)
+        launch, function, block = kernel.entry_point, kernel.function, kernel.block
+        index, communicates, grid = self._index, bool(plan.exchanged), plan.grid
+        where = arguments.address
 
         def enqueue() -> None:
             stream = current_stream_handle(index)
@@ -167,15 +167,17 @@ class CudaEngine:
             elif stream != self._last_handle and communicates:
                 self._move_to(stream)
             if stream:
-                try:
-                    launch(stream)
+                (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
+                if not status:
                     return
-                except CudaError as error:  # this thread has no context, or another's
-                    if error.name not in WRONG_CONTEXT:
-                        raise
-            # The default stream has no handle that would name its device.
+                if int(status) not in WRONG_CONTEXT:
+                    driver.check("cuLaunchKernel", (status,))
+            # This thread has no context, or another's; or the default stream, whose handle does
+            # not say whose default stream it is.
             with self._cuda.current():
-                launch(stream)
+                driver.call(
+                    "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, where, 0
+                )
 
         return BoundLaunch(enqueue, arguments)
 
@@ -197,8 +199,6 @@ class CudaEngine:
         found = self.status.read()
         if found is not None:
             return found.error(self.rank, self._ops)
-        if self.status.aborted:
-            return PeerAbortedError("the group was aborted", rank=self.rank)
         return None
 
     def abort(self) -> None:

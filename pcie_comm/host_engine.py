@@ -44,6 +44,7 @@ class HostEngine:
         self.epoch = 0
         self.aborted = threading.Event()
         self._failure: CommError | None = None
+        self.broken = [0]  # not 0 once the channel is: read before every call
         self._bytes = [np.frombuffer(view, dtype=np.uint8) for view in peers.views]
         self._fence = threading.Lock()
 
@@ -52,7 +53,7 @@ class HostEngine:
 
     def failed(self) -> bool:
         """Tell whether the channel is broken."""
-        return self._failure is not None or self.aborted.is_set()
+        return self.broken[0] != 0
 
     def failure(self) -> CommError | None:
         """Return what broke the channel, or None."""
@@ -63,6 +64,7 @@ class HostEngine:
     def abort(self) -> None:
         """Make a waiting call, and every later one, raise PeerAbortedError."""
         self.aborted.set()
+        self.broken[0] = 1
 
     def seed_epoch(self, epoch: int) -> None:
         """Set the counter, on every rank alike; for tests of its wrap."""
@@ -89,6 +91,7 @@ class HostEngine:
             except BaseException as error:
                 # Whatever ended it, peers may still read this epoch's slot: no later call may run.
                 self._failure = error if isinstance(error, CommError) else _interrupted(error)
+                self.broken[0] = 1
                 raise
         for output, value in zip(outputs, collective.reference(shards), strict=True):
             output.copy_(value)

@@ -148,3 +148,6 @@ class StatusLayout:
     CODE_TIMEOUT = 1
     CODE_ABORTED = 2
     CODE_MISMATCH = 3
+    CODE_ABORTED_BY_HOST = (
+        4  # the host's own mark; a waiting launch may overwrite it with its facts
+    )

@@ -35,6 +35,8 @@ class Failure:
             rank: The rank that reports.
             ops: Signature -> operation, of the calls this rank made.
         """
+        if self.code == StatusLayout.CODE_ABORTED_BY_HOST:
+            return PeerAbortedError("the group was aborted", rank=rank)
         op = ops.get(self.wanted_signature)
         facts = {"rank": rank, "peer": self.peer, "op": op, "epoch": self.epoch}
         elapsed = f"elapsed_s={self.elapsed_ns / 1e9:.3f}"
@@ -79,23 +81,19 @@ class StatusRecord:
         return self.device_address + StatusLayout.ABORT
 
     def failed(self) -> bool:
-        """Tell whether a launch gave up, or the channel was aborted. A read of two words."""
-        words = self.words
-        return words[0] != StatusLayout.CODE_OK or words[StatusLayout.ABORT // 4] != 0
-
-    @property
-    def aborted(self) -> bool:
-        """Whether `abort` was called."""
-        return self.words[StatusLayout.ABORT // 4] != 0
+        """Tell whether a launch gave up, or the channel was aborted. A read of one word."""
+        return self.words[StatusLayout.CODE // 4] != StatusLayout.CODE_OK
 
     def abort(self) -> None:
-        """Make every waiting launch give up."""
+        """Make every waiting launch give up, and mark the channel as broken."""
         self.words[StatusLayout.ABORT // 4] = 1
+        if not self.failed():
+            self.words[StatusLayout.CODE // 4] = StatusLayout.CODE_ABORTED_BY_HOST
 
     def read(self) -> Failure | None:
-        """Return what a launch reported, or None."""
+        """Return what broke the channel, or None."""
         word = self.words
-        if word[0] == StatusLayout.CODE_OK:
+        if not self.failed():
             return None
 
         def at(offset: int) -> int:

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .. import driver
 from .compile import CompiledKernel
@@ -56,6 +56,11 @@ class LoadedKernel:
     Args:
         compiled: The kernel.
 
+    Attributes:
+        entry_point: `cuLaunchKernel` of the bindings.
+        function: What it launches, in any context of the device.
+        block: Threads per block.
+
     Raises:
         CudaError: The driver refuses the cubin.
     """
@@ -69,28 +74,13 @@ class LoadedKernel:
         # a load at first launch could wait for kernels that in turn wait for this one.
         driver.call("cuKernelGetFunction", kernel)
         api = driver.bindings()
-        self._launch = api.cuLaunchKernel
-        self._function = api.CUfunction(int(kernel))
-
-    def launcher(self, arguments: Arguments, grid: int) -> Callable[[int], None]:
-        """Return a function of a stream handle that enqueues one launch.
-
-        The stream's context must be current. The function raises CudaError if the launch fails.
-        """
-        launch, function, block = self._launch, self._function, self.block
-        address = arguments.address
-
-        def enqueue(stream: int) -> None:
-            (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
-            if status:
-                driver.check("cuLaunchKernel", (status,))
-
-        return enqueue
+        self.entry_point = api.cuLaunchKernel
+        self.function = api.CUfunction(int(kernel))
 
     def resident_blocks(self, multiprocessors: int) -> int:
         """Return how many blocks of this kernel the device holds at once."""
         per_unit = driver.call(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, self.block, 0
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor", self.function, self.block, 0
         )
         return int(per_unit) * multiprocessors
 

@@ -39,7 +39,7 @@ def test_eager_call_costs_at_most_two_bare_launches(figures):
         call = next(iter(group._channels["default"]._bound.values()))
         kernel = call.kernel
         stream = torch.cuda.current_stream().cuda_stream
-        launch, function, block = kernel._launch, kernel._function, kernel.block
+        launch, function, block = kernel.entry_point, kernel.function, kernel.block
         grid, address = call.plan.grid, call.launch.arguments.address
 
         def bare() -> None:
