@@ -18,7 +18,8 @@ from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
 from .host_engine import HostEngine
 from .kernels.launch import LoadedKernel
-from .kernels.registry import Collective, Plan, PlanInfo, check_plan, find
+from .kernels.plan_checks import check_plan, make_plan
+from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .tensors import (
     alignment_of,
@@ -102,9 +103,11 @@ class Collectives:
 
         Raises:
             InvalidArgumentError: The plugin, or a check of `out`, refuses; nothing was enqueued.
+            UnsupportedError: The plugin fails, or asks for what its channel does not have.
             BrokenError: The channel failed earlier; the first failure is its cause.
             ClosedError: The channel is closed.
         """
+        check_collective(collective)
         return self._issue(collective, tensors, out)
 
     def all_gather_pair(
@@ -129,7 +132,10 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        return self._issue(find("all_gather_pair"), (local_first, local_second), out)
+        results: tuple[torch.Tensor, torch.Tensor] = self._issue(
+            find("all_gather_pair"), (local_first, local_second), out
+        )
+        return results
 
     def all_gather_heads(
         self, local_heads: torch.Tensor, out: torch.Tensor | None = None
@@ -146,7 +152,8 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        return self._issue(find("all_gather_heads"), (local_heads,), out)
+        heads: torch.Tensor = self._issue(find("all_gather_heads"), (local_heads,), out)
+        return heads
 
     def all_gather_pair_kimi_topk(
         self,
@@ -177,14 +184,17 @@ class Collectives:
             UnsupportedError: 896 does not divide by the world size.
             BrokenError: The channel failed earlier.
         """
-        collective = fused_collective(spec)
-        return self._issue(collective, (local_down, local_router, correction_bias), out)
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(
+            fused_collective(spec), (local_down, local_router, correction_bias), out
+        )
+        return results
 
 
 def fused_collective(spec: RouterSpec) -> Collective:
     """Return the fused plugin of a router, the same object for the same spec."""
     if spec is KIMI_K3:
         return find("all_gather_pair_kimi_topk")  # without the cost of hashing the spec
+    check_spec(spec)
     if spec not in _fused:
         from .kernels.all_gather_pair_topk import AllGatherPairTopk
 
@@ -193,6 +203,16 @@ def fused_collective(spec: RouterSpec) -> Collective:
 
 
 _fused: dict[RouterSpec, Collective] = {}
+
+
+def check_spec(spec: object) -> None:
+    """Check that `spec=` is a router.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if not isinstance(spec, RouterSpec):
+        raise InvalidArgumentError(f"spec={spec!r} is no RouterSpec; give one, or leave it out")
 
 
 class Channel(Collectives):
@@ -256,7 +276,7 @@ class Channel(Collectives):
                 call.launch.enqueue()
         else:
             self._run_on_host(call, tensors, outputs)
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _run_on_host(
         self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -285,10 +305,10 @@ class Channel(Collectives):
         """Check and plan a call; load its kernel."""
         check_inputs(collective.name, tensors, collective.num_inputs, self.device)
         info = replace(self.info, output_alignment=alignment)
-        plan = collective.plan(info, *map(meta_of, tensors))
+        plan = make_plan(collective, info, [meta_of(tensor) for tensor in tensors])
         staged = plan.staged_nbytes
         if isinstance(self.engine, HostEngine):
-            staged = self.engine.payload_nbytes(plan, tensors)
+            staged = max(staged, self.engine.payload_nbytes(plan, tensors))
         check_plan(collective, plan, info, staged)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
         kernel = launch = None

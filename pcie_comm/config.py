@@ -47,6 +47,23 @@ def _default_cache_dir() -> Path:
     return Path(root) / "pcie_comm"
 
 
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _folder(name: str, value: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(value)
+    except TypeError as error:
+        raise _unusable(name, value, "give a path") from error
+
+
+def _unusable(name: str, value: object, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{name}={value!r} is not usable; {remedy} (Config.{name}, or {DEFAULTS[name][0]})"
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of a group. What is not given comes from the environment, else from the defaults.
@@ -81,23 +98,19 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("timeout_s", "setup_timeout_s"):
             value = getattr(self, name)
-            if not 0.0 < value <= 86_400.0:
-                raise InvalidArgumentError(
-                    f"{name}={value!r} is out of range; give seconds above 0, at most 86400"
-                )
-        if not 4096 <= self.slot_nbytes <= 1 << 30 or self.slot_nbytes % 128:
-            raise InvalidArgumentError(
-                f"slot_nbytes={self.slot_nbytes!r} is not usable; give 4096 to {1 << 30} bytes, "
-                "a multiple of 128"
-            )
-        if not 1 <= self.max_rows <= 65_536:
-            raise InvalidArgumentError(
-                f"max_rows={self.max_rows!r} is out of range; give 1 to 65536 rows"
-            )
+            if not _is_number(value, int, float) or not 0.0 < value <= 86_400.0:
+                raise _unusable(name, value, "give seconds above 0, at most 86400")
+        nbytes = self.slot_nbytes
+        if not _is_number(nbytes, int) or not 4096 <= nbytes <= 1 << 30 or nbytes % 128:
+            remedy = f"give 4096 to {1 << 30} bytes, a multiple of 128"
+            raise _unusable("slot_nbytes", nbytes, remedy)
+        if not _is_number(self.max_rows, int) or not 1 <= self.max_rows <= 65_536:
+            raise _unusable("max_rows", self.max_rows, "give 1 to 65536 rows")
         if self.protocol not in PROTOCOLS:
-            raise InvalidArgumentError(
-                f"protocol={self.protocol!r} is unknown; choose one of {', '.join(PROTOCOLS)}"
-            )
+            raise _unusable("protocol", self.protocol, f"choose one of {', '.join(PROTOCOLS)}")
+        if self.kernels_dir is not None:
+            object.__setattr__(self, "kernels_dir", _folder("kernels_dir", self.kernels_dir))
+        object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))
 
     def contract(self) -> dict[str, object]:
         """Return the settings that every rank must share, by name."""
@@ -121,7 +134,7 @@ class LaunchEnvironment:
             text = os.environ.get(name)
             if text is None:
                 return None
-            if not text.isdigit():
+            if not text.isdecimal():
                 raise InvalidArgumentError(f"{name}={text!r} is not a rank count; mend or unset it")
             return int(text)
 
@@ -138,5 +151,12 @@ def request_hardware_queues(count: int) -> int:
 
     Streams that share a queue run one after the other, so a rank could wait for ever behind a
     spinning one. The variable counts only until the first CUDA context of the process exists.
+
+    Raises:
+        InvalidArgumentError: The variable is set to something else than a number.
     """
-    return int(os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(count)))
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    text = os.environ.setdefault(name, str(count))
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"{name}={text!r} is no number of queues; mend or unset it")
+    return int(text)

@@ -52,6 +52,7 @@ class CommError(Exception):
 def _rebuild(kind: type[CommError], args: tuple[Any, ...], facts: dict[str, Any]) -> CommError:
     """Return an error as it was: its constructor needs keywords that pickle does not keep."""
     error = kind.__new__(kind, *args)
+    error.args = args  # TimeoutError is an OSError, which leaves them to its constructor
     error.__dict__.update(facts)
     return error
 

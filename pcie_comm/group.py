@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import driver
 from .bootstrap import Bootstrap, agree, compare, open_bootstrap
 from .channel import Channel, Collectives
 from .config import Config
@@ -28,9 +24,10 @@ from .errors import (
 )
 from .host_engine import HostEngine
 from .kernels.compile import KernelStore, fingerprint
-from .kernels.registry import Collective, PlanInfo, collectives, find
+from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
 from .layout import MAX_BLOCKS, SlabLayout
 from .policy import choose_protocol, choose_transport, resident_budget
+from .rank_facts import RankFacts, resolve_device
 from .transport import load
 from .transport.base import Transport, TransportInfo
 
@@ -44,80 +41,24 @@ _kept: list[object] = []
 """What captured graphs may still address after `close`: released when the process ends."""
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """What a rank tells the others of itself. `contract` must be equal on all ranks."""
-
-    host: str
-    process: str
-    device: str
-    multiprocessors: int
-    reachable: tuple[str, ...]
-    contract: dict[str, object]
-
-    @classmethod
-    def gather(cls, device: torch.device, contract: dict[str, object]) -> RankFacts:
-        """Return the facts of this rank.
-
-        Raises:
-            InvalidArgumentError: The device does not exist.
-        """
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        process = f"{host}:{os.getpid()}"
-        if device.type == "cpu":
-            return cls(host, process, "cpu", 0, (), contract)
-        count = driver.device_count()
-        if not 0 <= device.index < count:
-            raise InvalidArgumentError(
-                f"device={device} does not exist, this process sees {count} CUDA devices"
-            )
-        own = driver.call("cuDeviceGet", device.index)
-        reachable = [driver.device_uuid(device.index)]
-        for other in range(count):
-            if other == device.index:
-                continue
-            if driver.call("cuDeviceCanAccessPeer", own, driver.call("cuDeviceGet", other)):
-                reachable.append(driver.device_uuid(other))
-        units = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(host, process, reachable[0], units, tuple(reachable), contract)
-
-    def encode(self) -> bytes:
-        """Return the facts as JSON."""
-        return json.dumps(self.__dict__, sort_keys=True).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankFacts:
-        """Read what `encode` wrote."""
-        raw = json.loads(data)
-        return cls(**{**raw, "reachable": tuple(raw["reachable"])})
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """Return the device a rank uses: the given one, else the current GPU, else the CPU.
+def _settings(config: object) -> Config:
+    """Return the settings of a group: the given ones, else those of the environment.
 
     Raises:
-        InvalidArgumentError: Neither a CPU nor a CUDA device.
-        UnsupportedError: A CUDA device without CUDA.
+        InvalidArgumentError: Neither None nor a Config.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device={device!r} is no torch device: {error}") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise InvalidArgumentError(f"device={device!r} is neither a CPU nor a CUDA device")
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    driver.bindings()
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"device={device!r} needs CUDA, which this torch {torch.__version__} does not have or "
-            "cannot use; install a CUDA build of torch, or use device='cpu'",
-            reason="torch has no CUDA",
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise InvalidArgumentError(
+            f"config={config!r} is no Config; give pcie_comm.Config(...), or None"
         )
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    return torch.device("cuda", index)
+    return config
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= 100:
+        raise InvalidArgumentError(f"name={name!r} is no channel name; give 1 to 100 characters")
 
 
 class PcieDcpGroup(Collectives):
@@ -154,7 +95,7 @@ class PcieDcpGroup(Collectives):
         config: Config | None = None,
     ) -> None:
         self._closed = True
-        settings = config or Config()
+        settings = _settings(config)
         bootstrap = open_bootstrap(ranks, process_group, settings)
         self._start(bootstrap, device, transport, settings)
 
@@ -169,7 +110,7 @@ class PcieDcpGroup(Collectives):
         """Build a rank's group over a rendezvous of one's own. Takes ownership of `bootstrap`."""
         group = cls.__new__(cls)
         group._closed = True
-        group._start(bootstrap, device, transport, config or Config())
+        group._start(bootstrap, device, transport, _settings(config))
         return group
 
     def _start(
@@ -316,13 +257,12 @@ class PcieDcpGroup(Collectives):
         Collective at first use: every rank asks for the same names in the same order.
 
         Raises:
+            InvalidArgumentError: No name. The other ranks wait for this one.
             MismatchError: The ranks asked for different names.
+            PeerAbortedError, PeerTimeoutError: Another rank failed, or did not come.
         """
         self._check_open()
-        if not isinstance(name, str) or not name or len(name) > 100:
-            raise InvalidArgumentError(
-                f"name={name!r} is no channel name; give 1 to 100 characters"
-            )
+        _check_name(name)
         return self._channels.get(name) or self._open_channel(name)
 
     def prepare(self, op: str | Collective, rows: int | None = None) -> None:
@@ -335,21 +275,27 @@ class PcieDcpGroup(Collectives):
             rows: Most rows of the calls to come; checked against the capacity.
 
         Raises:
-            InvalidArgumentError: Unknown op, or more rows than `Config.max_rows`.
+            InvalidArgumentError: Unknown op, no plugin, or more rows than `Config.max_rows`.
             UnsupportedError: The op does not serve this world size.
             CompileError: A kernel is missing or does not compile.
         """
         self._check_open()
         collective = find(op) if isinstance(op, str) else op
-        if rows is not None and not 0 <= rows <= self.config.max_rows:
-            raise InvalidArgumentError(
-                f"rows={rows} is outside 0 to max_rows={self.config.max_rows}; raise "
-                "Config.max_rows on every rank",
-                op=collective.name,
-            )
+        check_collective(collective)
+        if rows is not None:
+            self._check_rows(rows, collective.name)
         collective.check_world_size(self.world_size)
         for channel in self._channels.values():
             channel.engine.prepare(collective, channel.info.protocol)
+
+    def _check_rows(self, rows: object, op: str) -> None:
+        limit = self.config.max_rows
+        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows <= limit:
+            raise InvalidArgumentError(
+                f"rows={rows!r} is outside 0 to max_rows={limit}; raise Config.max_rows on every "
+                "rank",
+                op=op,
+            )
 
     def check(self) -> None:
         """Raise what broke the group, if anything did. Does not synchronise the device.

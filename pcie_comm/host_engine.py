@@ -6,14 +6,17 @@ out is handed to the plugin's reference in plain torch.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from .errors import CommError, MismatchError, PeerAbortedError, PeerTimeoutError
+from .kernels.plan_checks import run_reference
 from .kernels.registry import Collective, Plan
 from .layout import PACK_NBYTES, SlabLayout, align_up, flag_value, next_epoch, slot_of
 from .tensors import byte_view, dense
@@ -59,7 +62,7 @@ class HostEngine:
         """Return what broke the channel, or None."""
         if self._failure is None and self.aborted.is_set():
             return PeerAbortedError("the group was aborted", rank=self.rank)
-        return self._failure
+        return copy.copy(self._failure)  # a raised error collects frames, one more each time
 
     def abort(self) -> None:
         """Make a waiting call, and every later one, raise PeerAbortedError."""
@@ -83,6 +86,7 @@ class HostEngine:
             PeerTimeoutError: A peer did not arrive within the timeout.
             MismatchError: A peer made another call.
             PeerAbortedError: `abort` was called.
+            UnsupportedError: The plugin's reference fails, or does not return what was planned.
         """
         shards: Sequence[Sequence[torch.Tensor]] = [inputs]
         if plan.exchanged:
@@ -90,11 +94,16 @@ class HostEngine:
                 shards = self._exchange(plan, inputs)
             except BaseException as error:
                 # Whatever ended it, peers may still read this epoch's slot: no later call may run.
-                self._failure = error if isinstance(error, CommError) else _interrupted(error)
+                # The frames of a raised error hold views of the slabs: a copy is kept.
+                self._failure = (
+                    copy.copy(error) if isinstance(error, CommError) else _interrupted(error)
+                )
                 self.broken[0] = 1
                 raise
-        for output, value in zip(outputs, collective.reference(shards), strict=True):
-            output.copy_(value)
+        with torch.inference_mode():  # as kernels do: bytes are written, gradients are not tracked
+            results = run_reference(collective, shards, outputs)
+            for output, value in zip(outputs, results, strict=True):
+                output.copy_(value)
 
     def payload_nbytes(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> int:
         """Return the bytes a rank stages here: whole inputs, where a kernel may stage less."""
@@ -117,7 +126,7 @@ class HostEngine:
         self._await_all(plan, slot, value)
         with self._fence:
             pass
-        shards = []
+        shards: list[Sequence[torch.Tensor]] = []
         for peer in range(len(self._bytes)):
             source, writer = (self.rank, peer) if push else (peer, 0)
             fetched = self._read(source, self.layout.segment_offset(slot, writer), payload)
@@ -160,7 +169,12 @@ class HostEngine:
 
     def _check_hope(self, plan: Plan, peer: int, seen: int, elapsed_ns: int) -> None:
         """Raise if waiting on for `peer` makes no sense."""
-        facts = {"rank": self.rank, "peer": peer, "op": plan.op, "epoch": self.epoch}
+        facts: dict[str, Any] = {
+            "rank": self.rank,
+            "peer": peer,
+            "op": plan.op,
+            "epoch": self.epoch,
+        }
         seen_epoch, seen_signature = seen & 0xFFFF_FFFF, seen >> 32
         if self.aborted.is_set():
             raise PeerAbortedError("the wait was aborted", **facts)

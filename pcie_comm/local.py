@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ import torch
 
 from .bootstrap import ThreadBootstrap
 from .config import Config, request_hardware_queues
-from .errors import CommError, InvalidArgumentError, PeerError, UnsupportedError
+from .errors import ClosedError, CommError, InvalidArgumentError, PeerError, UnsupportedError
 from .group import PcieDcpGroup
 from .layout import MAX_WORLD
 
@@ -35,6 +35,7 @@ class LocalWorld:
         self.groups = groups
         self.streams = streams
         self._threads = ThreadPoolExecutor(len(groups), thread_name_prefix="pcie_comm.rank")
+        self._closed = False
 
     def run(self, fn: Callable[[PcieDcpGroup], Result]) -> list[Result]:
         """Call `fn(group)` on every rank at once; return the results in rank order.
@@ -43,9 +44,16 @@ class LocalWorld:
         returns after all streams have finished and every group passed `check`.
 
         Raises:
+            InvalidArgumentError: `fn` cannot be called.
+            ClosedError: The world is closed.
             Exception: The first rank's error that is not about a peer. Ranks that still wait for
                 it a second later are aborted; the world is then of no further use.
         """
+        task: object = fn
+        if not callable(task):
+            raise InvalidArgumentError(f"fn={fn!r} is no function; give one that takes a group")
+        if self._closed:
+            raise ClosedError("the world is closed")
 
         def on_rank(rank: int) -> Result:
             group = self.groups[rank]
@@ -66,6 +74,9 @@ class LocalWorld:
 
     def close(self) -> None:
         """Close every group. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             _first_error_or_results(
                 self._threads, lambda rank: self.groups[rank].close(), len(self.groups)
@@ -105,13 +116,38 @@ def _devices(world_size: int, device: str | torch.device | None) -> list[str]:
     return [f"cuda:{rank % count}" for rank in range(world_size)]
 
 
-@contextlib.contextmanager
+class _Opening(contextlib.AbstractContextManager[LocalWorld]):
+    """Builds a world on entering and closes it on leaving.
+
+    Not a generator: one that is collected would close the world from a finaliser, which may run
+    anywhere and must not wait for ranks.
+    """
+
+    def __init__(self, build: Callable[[], LocalWorld]) -> None:
+        self._build = build
+        self._world: LocalWorld | None = None
+
+    def __enter__(self) -> LocalWorld:
+        self._world = self._build()
+        return self._world
+
+    def __exit__(self, *exc: object) -> None:
+        world, self._world = self._world, None
+        if world is None:
+            return
+        if exc[0] is None:
+            world.close()
+            return
+        with contextlib.suppress(CommError):  # the block's own exception is the one that counts
+            world.close()
+
+
 def local_world(
     world_size: int,
     device: str | torch.device | None = None,
     transport: str = "auto",
     config: Config | None = None,
-) -> Iterator[LocalWorld]:
+) -> contextlib.AbstractContextManager[LocalWorld]:
     """Run all ranks of a group in this process.
 
     Kernels only see addresses, so N ranks may share one device: the same kernels, the same
@@ -124,13 +160,18 @@ def local_world(
         transport: As for PcieDcpGroup.
         config: As for PcieDcpGroup.
 
-    Yields:
-        The world; closed on leaving the block.
+    Returns:
+        A context manager: the world is built on entering and closed on leaving the block.
 
     Raises:
-        InvalidArgumentError: World size or device.
+        InvalidArgumentError: World size, device or transport.
         UnsupportedError: More ranks than this process has hardware queues for.
     """
+    _check_world_size(world_size)
+    return _Opening(lambda: _build_world(_devices(world_size, device), transport, config))
+
+
+def _check_world_size(world_size: object) -> None:
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise InvalidArgumentError(
             f"world_size={world_size!r} is no integer; give 1 to {MAX_WORLD}"
@@ -139,9 +180,12 @@ def local_world(
         raise InvalidArgumentError(
             f"world_size={world_size} is out of range; give 1 to {MAX_WORLD}"
         )
-    devices = _devices(world_size, device)
-    streams: list[torch.cuda.Stream] = []
-    if devices[0] != "cpu":
+
+
+def _build_world(devices: Sequence[str], transport: str, config: Config | None) -> LocalWorld:
+    """Build the group of every rank, each on its device."""
+    world_size = len(devices)
+    if devices[0].startswith("cuda"):
         queues = request_hardware_queues(HARDWARE_QUEUES)
         if queues < world_size + 1:
             raise UnsupportedError(
@@ -156,13 +200,8 @@ def local_world(
 
     with ThreadPoolExecutor(world_size, thread_name_prefix="pcie_comm.build") as threads:
         groups = _first_error_or_results(threads, build, world_size)
+    streams: list[torch.cuda.Stream] = []
     if groups[0].device.type == "cuda":
-        streams = [torch.cuda.Stream(group.device) for group in groups]
-    world = LocalWorld(groups, streams)
-    try:
-        yield world
-    except BaseException:
-        with contextlib.suppress(CommError):
-            world.close()
-        raise
-    world.close()
+        for group in groups:
+            streams.append(torch.cuda.Stream(group.device))  # type: ignore[no-untyped-call]
+    return LocalWorld(groups, streams)

@@ -6,9 +6,10 @@ import threading
 
 import torch
 
-from .channel import Channel
+from .channel import Channel, check_spec
 from .config import Config
 from .cuda_engine import CudaEngine
+from .errors import InvalidArgumentError
 from .host_engine import HostEngine
 from .kernels.compile import KernelStore
 from .kernels.registry import Collective, PlanInfo
@@ -38,7 +39,19 @@ def _lane(device: torch.device) -> Channel:
         return _lanes[device]
 
 
+def _device_of(logits: object) -> torch.device:
+    """Return where the call runs; what is no tensor is refused there."""
+    device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(
+            f"router_logits is on device={device}; move it to a CPU or a CUDA device",
+            op="kimi_topk16",
+        )
+    return device
+
+
 def _router(spec: RouterSpec) -> Collective:
+    check_spec(spec)
     if spec not in _routers:
         from .kernels.router import RouterTopk
 
@@ -72,6 +85,6 @@ def kimi_topk16(
 
     Source: the router contract in `pcie_comm.kernels.router_spec`.
     """
-    lane = _lane(getattr(router_logits, "device", torch.device("cpu")))
+    lane = _lane(_device_of(router_logits))
     weights, ids = lane.issue(_router(spec), (router_logits, correction_bias), out)
     return weights, ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 from . import driver
 from .errors import (
@@ -38,7 +39,7 @@ class Failure:
         if self.code == StatusLayout.CODE_ABORTED_BY_HOST:
             return PeerAbortedError("the group was aborted", rank=rank)
         op = ops.get(self.wanted_signature)
-        facts = {"rank": rank, "peer": self.peer, "op": op, "epoch": self.epoch}
+        facts: dict[str, Any] = {"rank": rank, "peer": self.peer, "op": op, "epoch": self.epoch}
         elapsed = f"elapsed_s={self.elapsed_ns / 1e9:.3f}"
         if self.code == StatusLayout.CODE_MISMATCH:
             other = ops.get(self.seen_signature, f"a call with signature {self.seen_signature:#x}")
@@ -114,5 +115,5 @@ class StatusRecord:
         """Give the memory back. Requires: no launch of the channel is pending."""
         pointer, self._pointer = self._pointer, 0
         if pointer:
-            self.words = memoryview(b"\0" * StatusLayout.NBYTES).cast("I")
+            self.words = memoryview(bytearray(StatusLayout.NBYTES)).cast("I")
             driver.call("cuMemFreeHost", pointer)

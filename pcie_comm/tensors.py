@@ -9,7 +9,7 @@ import torch
 from .errors import InvalidArgumentError
 from .kernels.registry import OutputSpec, TensorMeta
 
-_DTYPES = {
+_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         "bfloat16",
@@ -32,18 +32,31 @@ data_ptr = torch.Tensor.data_ptr
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a plan's dtype name."""
+    """Return the torch dtype of a plan's dtype name.
+
+    Raises:
+        InvalidArgumentError: There is none of that name, or no plan may use it.
+    """
+    if name not in _DTYPES:
+        raise InvalidArgumentError(f"dtype={name!r} is unknown; use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is an array in memory: shape, strides, address."""
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def alignment_of(tensor: object) -> int:
     """Return the largest power of two, at most 16, that divides a tensor's address.
 
     Raises:
-        InvalidArgumentError: Not a tensor.
+        InvalidArgumentError: Not a tensor, or one without an address.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgumentError(f"out= holds a {type(tensor).__name__}, expected torch.Tensor")
+    if not is_plain(tensor):
+        raise InvalidArgumentError(f"out= holds a tensor of layout={tensor.layout}: not strided")
     low_bits = tensor.data_ptr() & 15
     return low_bits & -low_bits if low_bits else 16
 
@@ -95,7 +108,7 @@ def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.d
                 "move the tensor or build the group there",
                 op=op,
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if not is_plain(tensor):
             raise InvalidArgumentError(f"input {index} is no plain strided tensor", op=op)
 
 

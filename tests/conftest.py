@@ -1,8 +1,9 @@
-"""Leaves out, visibly, the tests that this machine or this run cannot serve."""
+"""Leaves out, visibly, the tests that this machine or this run cannot serve; shared fixtures."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pcie_comm")
     group.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
     group.addoption("--no-gpu", action="store_true", help="act as if there were no CUDA device")
+
+
+@pytest.fixture
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves slabs mapped, or their files in /dev/shm."""
+    import leaks
+
+    before = leaks.own_mappings()
+    yield
+    leaks.assert_none(before)
 
 
 def device_count() -> int:

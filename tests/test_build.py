@@ -32,6 +32,12 @@ KEY = ROUTER.variants()[0]
 NAME = f"{KEY}.{ARCH}"
 
 
+def code_file(folder: Path, name: str) -> Path:
+    """The machine code of `NAME.ARCH`; its own name also holds a part of its checksum."""
+    (file,) = folder.glob(f"{name}.*.cubin")
+    return file
+
+
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, ["compile", *arguments])
 
@@ -78,9 +84,11 @@ def from_folder(folder: Path, tmp_path: Path) -> compiler.CompiledKernel:
 
 
 def test_folder_holds_every_variant_of_every_collective(built):
-    names = {str(key) for one in collectives().values() for key in one.variants()}
-    files = {f"{name}.{ARCH}.{suffix}" for name in names for suffix in ("cubin", "json")}
+    names = {f"{key}.{ARCH}" for one in collectives().values() for key in one.variants()}
+    assert {path.stem for path in built[0].glob("*.json")} == names
+    files = {code_file(built[0], name).name for name in names} | {f"{name}.json" for name in names}
     assert {path.name for path in built[0].iterdir()} == files
+    assert {path.stat().st_mode & 0o777 for path in built[0].iterdir()} == {0o644}
 
 
 def test_output_has_a_line_per_kernel_and_a_summary(built):
@@ -102,7 +110,7 @@ def test_store_serves_every_variant_from_the_folder(built, tmp_path):
     for collective in collectives().values():
         for key in collective.variants():
             kernel = store.get(collective, key, CAPABILITY)
-            cubin = (built[0] / f"{key}.{ARCH}.cubin").read_bytes()
+            cubin = code_file(built[0], f"{key}.{ARCH}").read_bytes()
             assert (kernel.key, kernel.arch, kernel.cubin) == (str(key), ARCH, cubin)
             assert kernel.block == collective.block
             assert kernel.entry.encode() in cubin
@@ -125,7 +133,8 @@ def test_kernels_for_another_gpu_are_left_alone(built, tmp_path):
 def test_checksum_is_that_of_the_machine_code(built):
     for meta in built[0].glob("*.json"):
         checksum = json.loads(meta.read_bytes())["sha256"]
-        assert checksum == hashlib.sha256(meta.with_suffix(".cubin").read_bytes()).hexdigest()
+        file = meta.with_name(f"{meta.stem}.{checksum[:12]}.cubin")
+        assert checksum == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def edit_meta(**changes: Any) -> Callable[[Path], None]:
@@ -137,19 +146,21 @@ def edit_meta(**changes: Any) -> Callable[[Path], None]:
 
 
 def flip_a_bit(stem: Path) -> None:
-    data = bytearray(Path(f"{stem}.cubin").read_bytes())
+    file = code_file(stem.parent, stem.name)
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    Path(f"{stem}.cubin").write_bytes(data)
+    file.write_bytes(data)
 
 
 DAMAGE = {
     "bit": flip_a_bit,
-    "truncated": lambda stem: os.truncate(f"{stem}.cubin", 100),
-    "no cubin": lambda stem: Path(f"{stem}.cubin").unlink(),
+    "truncated": lambda stem: os.truncate(code_file(stem.parent, stem.name), 100),
+    "no cubin": lambda stem: code_file(stem.parent, stem.name).unlink(),
     "no JSON": lambda stem: Path(f"{stem}.json").write_bytes(b"\xff{"),
     "no object": lambda stem: Path(f"{stem}.json").write_text("[1, 2]"),
     "no checksum": lambda stem: Path(f"{stem}.json").write_text("{}"),
     "other checksum": edit_meta(sha256="0" * 64),
+    "number for a checksum": edit_meta(sha256=0),
     "other field": edit_meta(colour="blue"),
 }
 
@@ -259,7 +270,7 @@ def test_processes_may_fill_one_cache_at_once(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({line.split()[0] for line in said}) == 1
     files = {path.name for path in cache_folder(tmp_path / "cache").iterdir()}
-    assert files == {f"{NAME}.cubin", f"{NAME}.json"}
+    assert files == {f"{NAME}.json", code_file(cache_folder(tmp_path / "cache"), NAME).name}
     assert cached(tmp_path / "cache").cubin
 
 

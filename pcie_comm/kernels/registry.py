@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..layout import LINE_NBYTES, MAX_BLOCKS, align_up
 
 if TYPE_CHECKING:
     import torch
@@ -178,47 +177,22 @@ class Collective(ABC):
         """Raise UnsupportedError if the collective does not serve this world size."""
 
 
-def check_plan(collective: Collective, plan: Plan, info: PlanInfo, staged_nbytes: int) -> None:
-    """Check what a plugin planned against what its channel has.
-
-    Raises:
-        InvalidArgumentError: The bytes do not fit the slot.
-        UnsupportedError: The plugin asks for more blocks than are resident, or for blocks that are
-            too small to signal every peer; launching it would hang or damage memory.
-    """
-    if not plan.exchanged:
-        return
-    if staged_nbytes > info.segment_nbytes:
-        raise InvalidArgumentError(
-            f"a call stages nbytes={staged_nbytes} per rank, more than the "
-            f"capacity={info.segment_nbytes}; raise Config.slot_nbytes on every rank "
-            f"(needed: {align_up(staged_nbytes, LINE_NBYTES) * info.world_size})",
-            op=plan.op,
-        )
-    smallest = max(MAX_BLOCKS, align_up(info.world_size, 32))
-    if not 1 <= plan.grid <= info.max_blocks or not smallest <= collective.block <= 1024:
-        raise UnsupportedError(
-            f"plugin {collective.name!r} asks for grid={plan.grid} blocks of "
-            f"block={collective.block} threads; allowed are 1 to {info.max_blocks} blocks of "
-            f"{smallest} to 1024 threads",
-            reason="the launch does not fit its channel",
-            op=plan.op,
-        )
-
-
 _registered: dict[str, Collective] = {}
+_loaded_points: set[tuple[str, str]] = set()
 
 
 def register(collective: Collective) -> Collective:
-    """Make a plugin known by its name. Registering the same class twice is harmless.
+    """Make a plugin known by its name. Registering the same class again replaces its instance.
 
     Raises:
-        InvalidArgumentError: The name is empty or belongs to another class.
+        InvalidArgumentError: No plugin, without a name, or the name belongs to another class.
     """
-    if not isinstance(collective, Collective) or not collective.name:
-        raise InvalidArgumentError(
-            f"collective={collective!r} is no named Collective; derive from Collective, set name"
-        )
+    _load_builtins()  # their names are taken, whoever comes first
+    return _add(collective)
+
+
+def _add(collective: Collective) -> Collective:
+    check_collective(collective)
     known = _registered.get(collective.name)
     if known is not None and type(known) is not type(collective):
         raise InvalidArgumentError(
@@ -228,27 +202,41 @@ def register(collective: Collective) -> Collective:
     return collective
 
 
+def check_collective(collective: object) -> None:
+    """Check that something is a plugin with a name.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if not isinstance(collective, Collective) or not collective.name:
+        raise InvalidArgumentError(
+            f"collective={collective!r} is no named Collective; derive from Collective, set name"
+        )
+
+
 def _load_builtins() -> None:
     from . import all_gather_heads, all_gather_pair, all_gather_pair_topk, router
 
     for module in (all_gather_pair, all_gather_heads, router, all_gather_pair_topk):
         for collective in module.COLLECTIVES:
-            register(collective)
+            if collective.name not in _registered:
+                _add(collective)
 
 
 def _load_entry_points() -> None:
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in _registered:
+        if (point.name, point.value) in _loaded_points:
             continue
         try:
             loaded = point.load()
-            register(loaded() if isinstance(loaded, type) else loaded)
+            _add(loaded() if isinstance(loaded, type) else loaded)
         except Exception as error:
             raise UnsupportedError(
                 f"plugin {point.name!r} ({point.value}) does not load: {error}; "
                 "mend or uninstall its package",
                 reason=f"entry point {point.name} failed",
             ) from error
+        _loaded_points.add((point.name, point.value))
 
 
 def collectives() -> dict[str, Collective]:

@@ -22,7 +22,8 @@ def load(name: str) -> type[Transport]:
     Raises:
         InvalidArgumentError: There is none of that name.
     """
-    if name not in _CLASSES:
+    candidate: object = name
+    if not isinstance(candidate, str) or candidate not in _CLASSES:
         raise InvalidArgumentError(
             f"transport={name!r} is unknown; choose one of {', '.join(_CLASSES)}"
         )

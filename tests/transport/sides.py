@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
+
+from leaks import own_files, own_mappings
 
 from pcie_comm import driver
 from pcie_comm.bootstrap import Bootstrap, open_bootstrap
@@ -16,17 +16,6 @@ from pcie_comm.transport.cuda_memory import CudaDevice
 
 NBYTES = 20_000
 TIMEOUT_S = 20.0
-
-
-def own_files() -> list[str]:
-    """Names that this process left in /dev/shm; others' tests may run at the same time."""
-    return [path.name for path in Path("/dev/shm").glob(f"pcie_comm.{os.getpid()}.*")]
-
-
-def own_mappings() -> list[str]:
-    """Slab files that this process still maps, also those without a name."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "/pcie_comm." in line]
 
 
 def edited(record: bytes, **changes: object) -> bytes:

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 import pytest
 from fake_cuda import FakeHost, FakeProcess
 from launcher import run_ranks, run_threads, succeeded
-from sides import NBYTES, Check, Side, edited, in_process, own_files, own_mappings
+from leaks import own_files, own_mappings
+from sides import NBYTES, Check, Side, edited, in_process
 
 from pcie_comm import driver
 from pcie_comm.bootstrap import ThreadBootstrap

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launcher import RanksFailedError, run_ranks
-from sides import NBYTES, Side, edited, own_files
+from leaks import own_files
+from sides import NBYTES, Side, edited
 
 from pcie_comm.bootstrap import ThreadBootstrap
 from pcie_comm.errors import InvalidArgumentError, UnsupportedError

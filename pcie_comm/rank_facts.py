@@ -1,0 +1,89 @@
+"""What a rank tells the others of itself before anything is shared, and the device it uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from . import driver
+from .errors import InvalidArgumentError, UnsupportedError
+from .transport.identity import process_facts
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank tells the others of itself. `contract` must be equal on all ranks."""
+
+    host: str
+    process: str
+    device: str
+    multiprocessors: int
+    reachable: tuple[str, ...]
+    contract: dict[str, object]
+
+    @classmethod
+    def gather(cls, device: torch.device, contract: dict[str, object]) -> RankFacts:
+        """Return the facts of this rank.
+
+        Raises:
+            InvalidArgumentError: The device does not exist.
+        """
+        facts = process_facts()
+        host, process = str(facts["boot"]), str(facts["process"])
+        if device.type == "cpu":
+            return cls(host, process, "cpu", 0, (), contract)
+        count = driver.device_count()
+        if not 0 <= device.index < count:
+            raise InvalidArgumentError(
+                f"device={device} does not exist, this process sees {count} CUDA devices"
+            )
+        own = driver.call("cuDeviceGet", device.index)
+        reachable = [driver.device_uuid(device.index)]
+        for other in range(count):
+            if other == device.index:
+                continue
+            if driver.call("cuDeviceCanAccessPeer", own, driver.call("cuDeviceGet", other)):
+                reachable.append(driver.device_uuid(other))
+        units = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(host, process, reachable[0], units, tuple(reachable), contract)
+
+    def encode(self) -> bytes:
+        """Return the facts as JSON."""
+        return json.dumps(self.__dict__, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankFacts:
+        """Read what `encode` wrote."""
+        raw = json.loads(data)
+        return cls(**{**raw, "reachable": tuple(raw["reachable"])})
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Return the device a rank uses: the given one, else the current GPU, else the CPU.
+
+    Raises:
+        InvalidArgumentError: Neither a CPU nor a CUDA device.
+        UnsupportedError: A CUDA device without CUDA.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device={device!r} is no torch device: {error}") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device={device!r} is neither a CPU nor a CUDA device")
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    driver.bindings()
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device={device!r} needs CUDA, which this torch {torch.__version__} does not have or "
+            "cannot use; install a CUDA build of torch, or use device='cpu'",
+            reason="torch has no CUDA",
+        )
+    index = cast("int | None", resolved.index)  # torch types it as int; "cuda" alone has none
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)

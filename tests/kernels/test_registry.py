@@ -1,0 +1,126 @@
+"""Plugins by name: built-in ones, one's own, and those of other packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from pcie_comm import Collective, InvalidArgumentError, UnsupportedError, local_world, register
+from pcie_comm.kernels import registry
+from pcie_comm.kernels.all_gather_pair import AllGatherPair
+from pcie_comm.kernels.registry import collectives, find
+
+BUILT_IN = {"all_gather_pair", "all_gather_heads", "kimi_topk16", "all_gather_pair_kimi_topk"}
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """Start from nothing; leave no trace."""
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_loaded_points", set())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+
+
+def plugin_class(name: str) -> type[Collective]:
+    return type("Plugin", (AllGatherPair,), {"name": name})
+
+
+class Point:
+    """Stands for an entry point of an installed package."""
+
+    def __init__(self, name, loaded):
+        self.name, self.value = name, f"package:{name}"
+        self.loaded, self.loads = loaded, 0
+
+    def load(self):
+        self.loads += 1
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+def install(monkeypatch, *points):
+    def entry_points(group):
+        assert group == "pcie_comm.collectives"
+        return points
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+
+
+def test_built_in_plugins_are_there_from_the_start():
+    assert set(collectives()) == BUILT_IN
+    for name, collective in collectives().items():
+        assert find(name) is collective
+        assert collective.name == name
+        assert collective.num_outputs() >= 1
+        keys = collective.variants()
+        assert len({str(key) for key in keys}) == len(keys) > 0
+        assert all(key.op == name for key in keys)
+
+
+def test_an_own_plugin_is_found_by_name():
+    plugin = register(plugin_class("mine")())
+    assert find("mine") is plugin
+    assert set(collectives()) == BUILT_IN | {"mine"}
+    with local_world(1, "cpu") as world:
+        world.groups[0].prepare("mine", rows=4)
+
+
+def test_an_unknown_name_lists_those_that_exist():
+    with pytest.raises(InvalidArgumentError) as caught:
+        find("all_reduce")
+    assert "op='all_reduce' is unknown" in str(caught.value)
+    assert all(name in str(caught.value) for name in BUILT_IN)
+
+
+def test_a_name_belongs_to_one_class():
+    first = plugin_class("mine")
+    register(first())
+    second = register(first())
+    assert find("mine") is second
+    with pytest.raises(InvalidArgumentError, match="name='mine' belongs to Plugin"):
+        register(plugin_class("mine")())
+    assert find("mine") is second
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_the_names_of_built_in_plugins_are_taken_even_before_their_first_use(name):
+    with pytest.raises(InvalidArgumentError, match=f"name='{name}' belongs to"):
+        register(plugin_class(name)())
+    assert set(collectives()) == BUILT_IN
+
+
+@pytest.mark.parametrize("thing", [None, "mine", 5, plugin_class("mine"), plugin_class("")()])
+def test_what_is_no_named_plugin_is_refused(thing):
+    with pytest.raises(InvalidArgumentError, match="is no named Collective"):
+        register(thing)
+
+
+def test_plugins_of_other_packages_are_loaded_once(monkeypatch):
+    """As a class or as an instance; what an entry point is called need not be the plugin's name."""
+    points = Point("theirs", plugin_class("theirs")), Point("other", plugin_class("another")())
+    install(monkeypatch, *points)
+    assert set(collectives()) == BUILT_IN | {"theirs", "another"}
+    assert find("theirs") is find("theirs")
+    collectives()
+    assert [point.loads for point in points] == [1, 1]
+
+
+@pytest.mark.parametrize("fault", [ImportError("no module named x"), SyntaxError("bad"), object()])
+def test_an_entry_point_that_does_not_load_is_named(fault, monkeypatch):
+    """Built-in plugins work on; a group, which compares all plugins, says which package it is."""
+    install(monkeypatch, Point("theirs", fault))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"plugin 'theirs' \(package:theirs\)") as caught:
+            collectives()
+        assert caught.value.reason == "entry point theirs failed"
+    assert find("all_gather_pair").name == "all_gather_pair"
+    with pytest.raises(UnsupportedError, match="mend or uninstall its package"):
+        local_world(2, "cpu").__enter__()
+
+
+def test_an_entry_point_cannot_take_the_name_of_another_plugin(monkeypatch):
+    install(monkeypatch, Point("all_gather_pair", plugin_class("all_gather_pair")))
+    with pytest.raises(UnsupportedError, match="belongs to AllGatherPair"):
+        collectives()

@@ -1,0 +1,456 @@
+"""Groups that fail to come about, that end early, or that nobody closes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import run_threads
+from leaks import own_files, own_mappings
+from worlds import build_each, close_each, on_each, pair_of, small
+
+from pcie_comm import (
+    ClosedError,
+    CommWarning,
+    InvalidArgumentError,
+    MismatchError,
+    PcieDcpGroup,
+    PeerAbortedError,
+    PeerTimeoutError,
+    UnsupportedError,
+    local_world,
+)
+from pcie_comm.bootstrap import ThreadBootstrap
+from pcie_comm.host_engine import HostEngine
+from pcie_comm.layout import SlabLayout
+from pcie_comm.rank_facts import RankFacts
+from pcie_comm.transport import identity
+from pcie_comm.transport.host_shm import HostShmTransport
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def assert_good(groups) -> None:
+    """Make a call on every rank, and close."""
+    results = on_each(groups, lambda g: g.all_gather_pair(*pair_of(float(g.rank)))[0][0, ::4])
+    for result in results:
+        assert result.tolist() == [float(rank) for rank in range(len(groups))]
+    close_each(groups)
+
+
+# --- B14: one rank fails -------------------------------------------------------------------------
+
+
+def fail_on_rank_1(monkeypatch, cls, name: str, error: Exception, *, half_done: bool) -> None:
+    """Make a method raise on rank 1, before or after its work."""
+    method = getattr(cls, name)
+
+    def failing(self, *arguments):
+        rank = self.info.rank if isinstance(self, HostShmTransport) else arguments[0]
+        if rank != 1:
+            return method(self, *arguments)
+        if half_done:
+            method(self, *arguments)
+        raise error
+
+    monkeypatch.setattr(cls, name, failing)
+
+
+def full() -> UnsupportedError:
+    return UnsupportedError("no room: free_nbytes=7", reason="full")
+
+
+FAILURES = {
+    "transport": ({"transport": "carrier_pigeon"}, None, "carrier_pigeon"),
+    "transport of the wrong type": ({"transport": ["host_shm"]}, None, "host_shm"),
+    "transport for GPUs": ({"device": "cuda:0"}, None, "cuda"),
+    "device": ({"device": "toaster"}, None, "toaster"),
+    "device of another kind": ({"device": "meta"}, None, "meta"),
+    "allocate": ({}, (HostShmTransport, "_create", full(), False), "free_nbytes=7"),
+    "allocate half done": ({}, (HostShmTransport, "_create", full(), True), "free_nbytes=7"),
+    "allocate, a bug": ({}, (HostShmTransport, "_create", ZeroDivisionError("1/0"), True), "1/0"),
+    "map": ({}, (HostShmTransport, "_attach", OSError("EMFILE"), False), "EMFILE"),
+    "map half done": ({}, (HostShmTransport, "_attach", OSError("EMFILE"), True), "EMFILE"),
+    "engine": ({}, (HostEngine, "__init__", MemoryError("no memory"), False), "no memory"),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("own", "patch", "text"), FAILURES.values(), ids=FAILURES)
+def test_b14_a_constructor_that_fails_on_one_rank_fails_on_all(
+    own, patch, text, world_size, monkeypatch
+):
+    """Long before the limit, with the first rank's reason; nothing is left, a second try works."""
+    if own.get("device") == "cuda:0" and torch.cuda.is_available():
+        own = {"device": "cuda:99"}
+    with monkeypatch.context() as patched:
+        if patch is not None:
+            cls, name, error, half_done = patch
+            fail_on_rank_1(patched, cls, name, error, half_done=half_done)
+        started = time.monotonic()
+        errors = build_each([{} if rank != 1 else own for rank in range(world_size)])
+        assert time.monotonic() - started < 5.0
+    first = errors[1]
+    assert isinstance(first, Exception)
+    assert not isinstance(first, PeerAbortedError)
+    assert text in str(first)
+    for rank, error in enumerate(errors):
+        if rank == 1:
+            continue
+        assert isinstance(error, PeerAbortedError), error
+        assert (error.rank, error.peer) == (rank, 1)
+        assert "failed on rank 1" in str(error)
+        assert f"{type(first).__name__}: {first}".split(" [")[0] in str(error)
+    assert own_files() == []
+    del first, error, errors
+    gc.collect()
+    assert own_mappings() == []
+    assert_good(build_each([{}] * world_size))
+
+
+def test_b14_a_rank_that_never_comes(monkeypatch):
+    """The others wait for the limit of the set-up, not for ever."""
+    ends = ThreadBootstrap.create(2)
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match="ranks 1 of world_size=2 did not come") as caught:
+        PcieDcpGroup.from_bootstrap(ends[0], "cpu", config=small(setup_timeout_s=0.3))
+    assert 0.3 <= time.monotonic() - started < 2.0
+    assert (caught.value.rank, caught.value.peer) == (0, 1)
+
+
+def test_b14_a_channel_that_fails_on_one_rank_leaves_the_group_alone(monkeypatch):
+    groups = build_each([{}] * 3)
+    with monkeypatch.context() as patched:
+        fail_on_rank_1(patched, HostShmTransport, "_attach", OSError("EMFILE"), half_done=True)
+        errors = on_each(groups, lambda group: group.channel("draft"))
+    assert [type(error) for error in errors] == [PeerAbortedError, OSError, PeerAbortedError]
+    assert "mapping of channel 'draft' failed on rank 1: OSError: EMFILE" in str(errors[0])
+    lanes = on_each(groups, lambda group: group.channel("draft"))
+    on_each(lanes, lambda lane: lane.all_gather_pair(*pair_of(1.0)))
+    assert_good(groups)
+
+
+def test_b14_an_interrupt_during_set_up_reaches_the_other_ranks(monkeypatch):
+    fail_on_rank_1(monkeypatch, HostShmTransport, "_create", KeyboardInterrupt(), half_done=True)
+    started = time.monotonic()
+    errors = build_each([{}] * 2)
+    assert time.monotonic() - started < 5.0
+    assert isinstance(errors[1], KeyboardInterrupt)
+    assert isinstance(errors[0], PeerAbortedError)
+    assert "rank 1 aborted: slab of channel 'default': KeyboardInterrupt" in str(errors[0])
+
+
+# --- B27: ranks that do not agree ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("protocol", ("push", "pull")),
+        ("protocol", ("auto", "push")),
+        ("slot_nbytes", (1 << 16, 1 << 17)),
+        ("max_rows", (8, 4)),
+        ("timeout_s", (10.0, 11.0)),
+        ("setup_timeout_s", (20.0, 21.0)),
+    ],
+)
+def test_b27_different_settings_are_a_mismatch_on_all_ranks(field, values):
+    choices = [values[0], values[1], values[0]]
+    errors = build_each([{"config": small(**{field: value})} for value in choices])
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert error.values == {rank: {field: value} for rank, value in enumerate(choices)}
+        assert f"{field}: rank 0={values[0]!r}, rank 1={values[1]!r}" in str(error)
+
+
+def test_b27_different_transports_and_devices():
+    errors = build_each([{"transport": "auto"}, {"transport": "host_shm"}])
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert error.values == {0: {"transport": "auto"}, 1: {"transport": "host_shm"}}
+
+
+def test_b27_a_transport_that_does_not_serve_the_device():
+    for error in build_each([{"transport": "cuda_ipc"}] * 2):
+        assert isinstance(error, UnsupportedError)
+        assert "transport='cuda_ipc' does not serve device=cpu" in str(error)
+
+
+def test_b27_different_kernels_are_a_mismatch(monkeypatch):
+    gather = RankFacts.gather
+    seen = iter(range(10))
+
+    def other(device, contract):
+        return gather(device, {**contract, "kernels": {"all_gather_pair": str(next(seen))}})
+
+    monkeypatch.setattr(RankFacts, "gather", other)
+    errors = build_each([{}] * 2)
+    assert [type(error) for error in errors] == [MismatchError] * 2
+    assert "kernels" in str(errors[0])
+
+
+def test_processes_are_told_apart_by_more_than_their_pid(monkeypatch):
+    """Two containers of one host: same boot id, and the same pid in their own namespaces."""
+    cpu = torch.device("cpu")
+    here = RankFacts.gather(cpu, {})
+    assert RankFacts.gather(cpu, {}) == here
+    assert RankFacts.decode(here.encode()) == here
+    monkeypatch.setattr(identity, "_token", None)
+    there = RankFacts.gather(cpu, {})
+    assert there.process != here.process
+    assert there.host == here.host
+
+
+def test_ranks_on_several_hosts_are_refused(monkeypatch):
+    gather, hosts = RankFacts.gather, iter("ab")
+
+    def elsewhere(device, contract):
+        facts = gather(device, contract)
+        return RankFacts(**{**facts.__dict__, "host": next(hosts)})
+
+    monkeypatch.setattr(RankFacts, "gather", elsewhere)
+    for error in build_each([{}] * 2):
+        assert isinstance(error, UnsupportedError)
+        assert error.reason == "ranks on several hosts"
+
+
+# --- B28: world sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 17, 32, True, 2.0, "2", None, [0, 0]])
+def test_b28_impossible_world_sizes_are_refused_at_construction(world_size):
+    with pytest.raises(InvalidArgumentError, match=r"1 to 16|more than once"):
+        PcieDcpGroup(world_size, device="cpu")
+    with pytest.raises(InvalidArgumentError, match="give 1 to 16"):
+        local_world(world_size, "cpu")
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 9, 12])
+def test_b28_kimi_says_why_it_does_not_serve_a_world(world_size):
+    """On every rank, in `prepare` and in the call; the gathers work, before and after."""
+    down = torch.zeros(1, 3584 // world_size, dtype=torch.bfloat16)
+    router, bias = torch.zeros(1, 896 // world_size), torch.zeros(896)
+    reason = f"896 mod {world_size} = {896 % world_size}.*use 1, 2, 4, 7, 8, 14 or 16 ranks"
+
+    def on_rank(group):
+        group.all_gather_heads(torch.zeros(1, 1, 4).half())
+        with pytest.raises(UnsupportedError, match=reason) as caught:
+            group.prepare("all_gather_pair_kimi_topk", rows=1)
+        assert caught.value.reason == f"896 experts do not divide by {world_size}"
+        with pytest.raises(UnsupportedError, match=reason):
+            group.all_gather_pair_kimi_topk(down, router, bias)
+        first, _ = group.all_gather_pair(*pair_of(float(group.rank)))
+        return first[0, ::4].tolist()
+
+    with local_world(world_size, "cpu", config=small()) as world:
+        assert world.run(on_rank) == [list(map(float, range(world_size)))] * world_size
+
+
+# --- B29: order of the set-up --------------------------------------------------------------------
+
+
+def late_rank_1(monkeypatch, delay_s: float, *, clear: bool) -> None:
+    """Delay rank 1 between the end of the exchange and its first call; clear its flags there."""
+    seal = HostShmTransport.seal
+
+    def late(self):
+        seal(self)
+        if self.info.rank == 1:
+            time.sleep(delay_s)
+            if clear:
+                start, stop = SlabLayout.FLAGS_OFFSET, SlabLayout.SLOTS_OFFSET
+                self._own.view[start:stop] = bytes(stop - start)
+
+    monkeypatch.setattr(HostShmTransport, "seal", late)
+
+
+def first_call(group):
+    """Make the call at once, from the thread that built the group."""
+    with group:
+        return group.all_gather_pair(*pair_of(float(group.rank)))[0][0, ::4].tolist()
+
+
+def create_and_call(config) -> list:
+    ends = ThreadBootstrap.create(2)
+    return run_threads(
+        lambda r: first_call(PcieDcpGroup.from_bootstrap(ends[r], "cpu", config=config)), 2
+    )
+
+
+def test_b29_the_first_call_may_come_while_a_peer_is_still_on_its_way(monkeypatch):
+    late_rank_1(monkeypatch, 0.002, clear=False)
+    for _ in range(200):
+        assert create_and_call(small(slot_nbytes=4096)) == [[0.0, 1.0]] * 2
+    assert own_files() == []
+    assert own_mappings() == []
+
+
+def test_b29_clearing_flags_after_the_exchange_would_lose_one(monkeypatch):
+    """Negative control: the flag that rank 0 raised at once is gone."""
+    late_rank_1(monkeypatch, 0.05, clear=True)
+    results = create_and_call(small(timeout_s=0.3, slot_nbytes=4096))
+    assert isinstance(results[1], PeerTimeoutError)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_a_closed_group_refuses_everything_by_one_error():
+    groups = build_each([{}] * 2)
+    lanes = on_each(groups, lambda group: group.channel("draft"))
+    close_each(groups)
+    close_each(groups)
+    assert own_mappings() == []
+    group, lane = groups[0], lanes[0]
+    for call in (
+        lambda: group.all_gather_pair(*pair_of(1.0)),
+        lambda: group.all_gather_heads(torch.zeros(1, 1, 4).half()),
+        lambda: group.channel("draft"),
+        lambda: group.channel("other"),
+        lambda: group.prepare("all_gather_pair"),
+        group.check,
+    ):
+        with pytest.raises(ClosedError) as caught:
+            call()
+        assert caught.value.rank == 0
+    for call in (lambda: lane.all_gather_pair(*pair_of(1.0)), lane.check):
+        with pytest.raises(ClosedError, match="channel 'draft' is closed"):
+            call()
+    group.abort()
+
+
+def test_leaving_the_block_by_an_exception_closes_and_lets_it_pass():
+    groups = build_each([{}] * 2)
+
+    def on_rank(group):
+        with group:
+            raise LookupError(f"rank {group.rank}")
+
+    assert [str(error) for error in on_each(groups, on_rank)] == ["rank 0", "rank 1"]
+    assert own_mappings() == []
+    with pytest.raises(ClosedError):
+        groups[0].check()
+
+
+def test_an_exception_is_not_hidden_by_a_peer_that_does_not_close():
+    groups = build_each([{"config": small(setup_timeout_s=0.3)}] * 2)
+    with pytest.raises(LookupError, match="mine"), groups[0]:
+        raise LookupError("mine")
+    with pytest.raises(PeerTimeoutError):
+        groups[1].close()
+    assert len(own_mappings()) > 0, "slabs are kept for the peer's sake"
+
+
+def test_close_without_the_peers_says_so_and_keeps_the_slabs():
+    groups = build_each([{"config": small(setup_timeout_s=0.3)}] * 2)
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError):
+        groups[0].close()
+    assert time.monotonic() - started < 2.0
+    groups[0].close()
+    assert len(own_mappings()) == 4
+    with contextlib.suppress(PeerTimeoutError):
+        groups[1].close()
+
+
+# --- B32: nobody closes --------------------------------------------------------------------------
+
+
+class Recorded(ThreadBootstrap):
+    """Notes every exchange."""
+
+    exchanges = 0
+
+    def _exchange(self, payload, timeout_s):
+        type(self).exchanges += 1
+        return super()._exchange(payload, timeout_s)
+
+
+def test_b32_a_finaliser_talks_to_nobody_and_warns(monkeypatch):
+    """An explicit close of the other rank then says that this one did not come."""
+    ends = Recorded.create(2)
+    config = small(setup_timeout_s=0.3)
+    groups = run_threads(lambda r: PcieDcpGroup.from_bootstrap(ends[r], "cpu", config=config), 2)
+    before = Recorded.exchanges
+    started = time.monotonic()
+    with pytest.warns(CommWarning, match=r"rank=1 .* was never closed"):
+        groups.pop()
+    assert time.monotonic() - started < 0.3
+    assert Recorded.exchanges == before
+    assert own_files() == []
+    assert len(own_mappings()) == 4, "kept for the peer that may still address it"
+    with pytest.raises(PeerTimeoutError):
+        groups[0].close()
+
+
+def test_b32_a_constructor_that_failed_leaves_nothing_to_warn_of(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for error in build_each([{"transport": "pigeon"}] * 2):
+            assert isinstance(error, InvalidArgumentError)
+        with pytest.raises(InvalidArgumentError):
+            PcieDcpGroup(0)
+        del error
+        gc.collect()
+
+
+def test_b32_a_world_that_is_dropped_is_not_closed_by_its_finaliser():
+    """Leaving the block closes; that the context manager is collected must not."""
+    opening = local_world(2, "cpu", config=small())
+    world = opening.__enter__()
+    del opening
+    gc.collect()
+    assert world.run(lambda g: g.all_gather_pair(*pair_of(1.0))[0].shape) == [(1, 8)] * 2
+    world.close()
+
+
+OBJECTS = """
+from pcie_comm import *
+import torch
+def call(group): group.all_gather_pair(torch.ones(1, 4), torch.ones(1, 4))
+world = local_world(2, "cpu").__enter__()
+world.run(call)
+opening = local_world(2, "cpu")
+opening.__enter__().run(call)
+alone = PcieDcpGroup(1, device="cpu")
+call(alone)
+broken = local_world(2, "cpu", config=Config(timeout_s=0.1)).__enter__()
+try: call(broken.groups[0])
+except PeerTimeoutError: print("timed out")
+{end}
+"""
+
+
+def test_b32_a_process_ends_without_close():
+    """Normally, and by an exception; it neither hangs nor crashes, and nothing is left."""
+    ends = {"print('end', flush=True)": 0, "raise SystemExit(3)": 3, "1 / 0": 1}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", OBJECTS.format(end=end)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for end in ends
+    ]
+    try:
+        said = [process.communicate(timeout=60) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for process, (out, err), code in zip(running, said, ends.values(), strict=True):
+        assert process.returncode == code, err
+        assert out.splitlines() == ["timed out", *(["end"] if code == 0 else [])]
+        assert "Exception ignored" not in err
+        assert list(Path("/dev/shm").glob(f"pcie_comm.{process.pid}.*")) == []

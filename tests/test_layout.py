@@ -1,0 +1,236 @@
+"""Offsets of shared memory: nothing overlaps, all is aligned, every counter survives its wrap."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcie_comm.layout import (
+    EPOCH_MASK,
+    LINE_NBYTES,
+    MAX_BLOCKS,
+    MAX_WORLD,
+    NUM_SLOTS,
+    PACK_NBYTES,
+    ControlLayout,
+    SlabLayout,
+    StatusLayout,
+    align_up,
+    flag_value,
+    next_epoch,
+    slot_of,
+)
+
+Region = tuple[int, int, str]
+"""Start, length, what lies there."""
+
+epochs = st.integers(0, EPOCH_MASK)
+signatures = st.integers(1, 0xFFFF_FFFF)
+layouts = st.builds(
+    SlabLayout,
+    slot_nbytes=st.integers(4096 // 128, (1 << 30) // 128).map(lambda lines: 128 * lines),
+    world_size=st.integers(1, MAX_WORLD),
+)
+
+
+def slab_regions(layout: SlabLayout) -> Iterator[Region]:
+    """Everything that somebody writes in a slab under push: the finest division there is."""
+    yield 0, layout.HEADER_NBYTES, "header"
+    for slot in range(NUM_SLOTS):
+        for block in range(MAX_BLOCKS):
+            for writer in range(MAX_WORLD):
+                offset = layout.flag_offset(slot, block, writer)
+                yield offset, layout.FLAG_NBYTES, f"flag {slot} {block} {writer}"
+        for writer in range(layout.world_size):
+            offset = layout.segment_offset(slot, writer)
+            yield offset, layout.segment_nbytes, f"segment {slot} {writer}"
+
+
+def overlaps(regions: Sequence[Region], nbytes: int) -> list[str]:
+    """Name neighbours that overlap, and what leaves the allocation."""
+    ordered = sorted(regions)
+    faults = [
+        f"{label} overlaps {after}"
+        for (start, length, label), (next_start, _, after) in itertools.pairwise(ordered)
+        if start + length > next_start
+    ]
+    return faults + [
+        label for start, length, label in ordered if start < 0 or start + length > nbytes
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts)
+def test_header_flags_and_segments_are_disjoint_and_inside(layout):
+    regions = list(slab_regions(layout))
+    assert overlaps(regions, layout.nbytes) == []
+    assert len(regions) == len({start for start, _, _ in regions})
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts)
+def test_offsets_are_aligned(layout):
+    for slot in range(NUM_SLOTS):
+        assert layout.slot_offset(slot) % LINE_NBYTES == 0
+        for writer in range(layout.world_size):
+            assert layout.segment_offset(slot, writer) % LINE_NBYTES == 0
+        for block in range(MAX_BLOCKS):
+            offsets = [layout.flag_offset(slot, block, writer) for writer in range(MAX_WORLD)]
+            assert all(offset % 8 == 0 for offset in offsets)
+            assert len({offset // LINE_NBYTES for offset in offsets}) == 1, "one line per block"
+    assert layout.segment_nbytes % PACK_NBYTES == 0
+    assert layout.segment_nbytes > 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts)
+def test_segments_of_a_slot_stay_in_it(layout):
+    for slot in range(NUM_SLOTS):
+        start = layout.slot_offset(slot)
+        last = layout.segment_offset(slot, layout.world_size - 1) + layout.segment_nbytes
+        assert layout.segment_offset(slot, 0) == start
+        assert last <= start + layout.slot_nbytes
+    wasted = layout.slot_nbytes - layout.world_size * layout.segment_nbytes
+    assert wasted < layout.world_size * LINE_NBYTES
+    assert layout.slot_offset(1) == layout.slot_offset(0) + layout.slot_nbytes
+    assert layout.nbytes == layout.slot_offset(1) + layout.slot_nbytes
+
+
+def test_exact_offsets():
+    """What kernels were compiled with; another number here is another protocol version."""
+    layout = SlabLayout(4 << 20, 8)
+    assert layout.flag_offset(0, 0, 0) == 128
+    assert layout.flag_offset(0, 0, 15) == 248
+    assert layout.flag_offset(0, 31, 0) == 128 + 31 * 128
+    assert layout.flag_offset(1, 0, 0) == 128 + 4096
+    assert layout.slot_offset(0) == 8320
+    assert layout.segment_nbytes == 512 << 10
+    assert layout.segment_offset(1, 3) == 8320 + (4 << 20) + 3 * (512 << 10)
+    assert layout.nbytes == 8320 + (8 << 20)
+    assert SlabLayout(4096, 16).segment_nbytes == 256
+    assert SlabLayout(4096, 3).segment_nbytes == 1280
+
+
+class ShortFlagRows(SlabLayout):
+    """Room for 8 writers where 16 may write."""
+
+    FLAG_ROW_NBYTES = 8 * SlabLayout.FLAG_NBYTES
+
+
+class ShortSlab(SlabLayout):
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes - 128
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(ShortFlagRows, "flag 0 0 8 overlaps flag 0 1 0"), (ShortSlab, "segment 1 3")],
+)
+def test_the_checker_finds_a_wrong_layout(kind, fault):
+    layout = kind(4096 * 4, 4)
+    assert fault in overlaps(list(slab_regions(layout)), layout.nbytes)
+
+
+def test_fields_of_control_block_and_status_record_are_disjoint():
+    control = [
+        (ControlLayout.POISON, 4, "poison"),
+        (ControlLayout.SLOT_NBYTES, 4, "slot_nbytes"),
+        (ControlLayout.SEGMENT_NBYTES, 4, "segment_nbytes"),
+        (ControlLayout.TIMEOUT_NS, 8, "timeout_ns"),
+        (ControlLayout.ABORT, 8, "abort"),
+        (ControlLayout.STATUS, 8, "status"),
+        (ControlLayout.PEERS, 8 * MAX_WORLD, "peers"),
+        (ControlLayout.EPOCHS, 4 * MAX_BLOCKS, "epochs"),
+    ]
+    status = [
+        (StatusLayout.CODE, 4, "code"),
+        (StatusLayout.PEER, 4, "peer"),
+        (StatusLayout.EPOCH, 4, "epoch"),
+        (StatusLayout.WANTED_SIGNATURE, 4, "wanted_signature"),
+        (StatusLayout.SEEN_EPOCH, 4, "seen_epoch"),
+        (StatusLayout.SEEN_SIGNATURE, 4, "seen_signature"),
+        (StatusLayout.ELAPSED_NS, 8, "elapsed_ns"),
+        (StatusLayout.BLOCK, 4, "block"),
+        (StatusLayout.ABORT, 4, "abort"),
+    ]
+    for fields, nbytes in ((control, ControlLayout.NBYTES), (status, StatusLayout.NBYTES)):
+        assert overlaps(fields, nbytes) == []
+        assert [label for start, length, label in fields if start % min(length, 8)] == []
+    assert ControlLayout.NBYTES % LINE_NBYTES == 0
+    codes = [value for name, value in vars(StatusLayout).items() if name.startswith("CODE_")]
+    assert len(codes) == len(set(codes))
+
+
+@given(st.integers(0, 1 << 40), st.sampled_from([1, 8, 16, 128, 4096]))
+def test_align_up_is_the_next_multiple(nbytes, alignment):
+    aligned = align_up(nbytes, alignment)
+    assert aligned % alignment == 0
+    assert nbytes <= aligned < nbytes + alignment
+
+
+# --- epochs, slots, flags ------------------------------------------------------------------------
+
+
+def slots_from(selector: Callable[[int], int], start: int, calls: int = 6) -> list[int]:
+    """The slots of the next calls after `start` of them."""
+    epoch, slots = start & EPOCH_MASK, []
+    for _ in range(calls):
+        epoch = next_epoch(epoch)
+        slots.append(selector(epoch))
+    return slots
+
+
+def signed_remainder(epoch: int) -> int:
+    """What C makes of `epoch % 2` where epoch is an int32."""
+    signed = epoch - (1 << 32) if epoch >> 31 else epoch
+    return -(-signed % 2) if signed < 0 else signed % 2
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 2, 2**31 - 1, 2**32 - 2, 2**32 - 1])
+def test_b09_slots_alternate_across_the_wrap(start):
+    first = (start + 1) % 2
+    assert slots_from(slot_of, start) == [first, 1 - first] * 3
+
+
+@pytest.mark.parametrize(("start", "bad"), [(2**31 - 2, -1), (2**32 - 4, -1)])
+def test_b09_a_signed_selector_is_caught(start, bad):
+    assert bad in slots_from(signed_remainder, start)
+
+
+def test_b09_an_odd_number_of_slots_would_break_at_the_wrap():
+    slots = slots_from(lambda epoch: epoch % 3, 2**32 - 3)
+    assert any(left == right for left, right in itertools.pairwise(slots))
+
+
+@given(epochs)
+def test_epochs_stay_in_32_bits(epoch):
+    after = next_epoch(epoch)
+    assert 0 <= after <= EPOCH_MASK
+    assert (after - epoch) % (1 << 32) == 1
+    assert slot_of(after) == 1 - slot_of(epoch)
+
+
+def test_the_counter_wraps_to_zero():
+    assert next_epoch(2**31 - 1) == 2**31
+    assert next_epoch(2**32 - 1) == 0
+
+
+@given(epochs, signatures, epochs, signatures)
+def test_a_flag_names_one_epoch_and_one_operation(epoch, signature, other_epoch, other_signature):
+    value = flag_value(epoch, signature)
+    assert 0 < value < 1 << 64
+    assert (value >> 32, value & EPOCH_MASK) == (signature, epoch)
+    same = (epoch, signature) == (other_epoch, other_signature)
+    assert (flag_value(other_epoch, other_signature) == value) == same
+
+
+@given(epochs, signatures)
+def test_the_flag_that_a_slot_holds_is_never_the_next_one(epoch, signature):
+    """A slot's flag was last written two epochs ago."""
+    two_later = next_epoch(next_epoch(epoch))
+    assert flag_value(two_later, signature) != flag_value(epoch, signature)

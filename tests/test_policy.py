@@ -1,0 +1,192 @@
+"""The choices that all ranks make alike: transport, protocol, grid."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pcie_comm import policy
+from pcie_comm.kernels.columns import GATHERED_DTYPES
+from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
+from pcie_comm.layout import MAX_BLOCKS, MAX_WORLD
+
+ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+grids = st.integers(2, MAX_BLOCKS)
+payloads = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("requested", "on_gpu", "one_process", "peers_reachable", "chosen"),
+    [
+        ("auto", False, True, False, "host_shm"),
+        ("auto", False, False, False, "host_shm"),
+        ("auto", True, True, True, "cuda_local"),
+        ("auto", True, False, True, "cuda_ipc"),
+        ("auto", True, True, False, "host_pinned"),
+        ("auto", True, False, False, "host_pinned"),
+        ("host_pinned", True, True, True, "host_pinned"),
+        ("cuda_ipc", True, True, False, "cuda_ipc"),
+    ],
+)
+def test_transport(requested, on_gpu, one_process, peers_reachable, chosen):
+    transport, reason = policy.choose_transport(
+        requested, on_gpu=on_gpu, one_process=one_process, peers_reachable=peers_reachable
+    )
+    assert transport == chosen
+    assert (reason == "asked for") == (requested != "auto")
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "chosen"), [("auto", "push"), ("push", "push"), ("pull", "pull")]
+)
+def test_protocol(requested, chosen):
+    for transport in ("host_shm", "host_pinned", "cuda_local", "cuda_ipc"):
+        assert policy.choose_protocol(requested, transport) == chosen
+
+
+@given(payloads, payloads, st.integers(1, MAX_BLOCKS))
+def test_a_gather_grid_is_bounded_and_grows_with_the_payload(nbytes, more, limit):
+    grid = policy.gather_blocks(nbytes, limit)
+    assert 1 <= grid <= limit
+    assert grid <= policy.gather_blocks(nbytes + more, limit)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "grid"), [(0, 1), (1, 1), (8192, 1), (8193, 2), (65_536, 8), (1 << 30, 32)]
+)
+def test_exact_gather_grids(nbytes, grid):
+    assert policy.gather_blocks(nbytes, 32) == grid
+
+
+@given(st.integers(0, 65_536), payloads, grids)
+def test_a_fused_grid_has_both_kinds_and_fits(rows, nbytes, limit):
+    router, gather = policy.split_fused_grid(rows, nbytes, limit)
+    assert router >= 1
+    assert gather >= 1
+    assert router + gather <= limit
+    assert router <= max(rows, 1)
+
+
+@given(st.data())
+def test_a_resident_grid_leaves_every_rank_its_share(data):
+    """Where a device has two multiprocessors for each of its ranks, the grids of all fit it."""
+    world = data.draw(st.integers(1, MAX_WORLD))
+    device_of = data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
+    units_of = data.draw(st.lists(st.integers(1, 200), min_size=4, max_size=4))
+    sharers = [device_of.count(device) for device in device_of]
+    units = [units_of[device] for device in device_of]
+    budget = policy.resident_budget(units, sharers, MAX_BLOCKS)
+    assert 2 <= budget <= MAX_BLOCKS
+    assume(all(count >= 2 * users for count, users in zip(units, sharers, strict=True)))
+    for device in device_of:
+        assert budget * device_of.count(device) <= units_of[device]
+
+
+@pytest.mark.parametrize(
+    ("units", "sharers", "budget"),
+    [
+        ([132], [1], 32),
+        ([132] * 8, [8] * 8, 16),
+        ([132] * 16, [16] * 16, 8),
+        ([132, 20], [1, 1], 20),
+        ([14] * 16, [16] * 16, 2),
+    ],
+)
+def test_exact_resident_budgets(units, sharers, budget):
+    assert policy.resident_budget(units, sharers, 32) == budget
+
+
+# --- the same plan on all ranks ------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw):
+    """An operation, its world, and the metadata of its tensors."""
+    op = draw(st.sampled_from(["all_gather_pair", "all_gather_heads", "all_gather_pair_kimi_topk"]))
+    rows = draw(st.integers(0, 64))
+    if op == "all_gather_pair_kimi_topk":
+        world = draw(st.sampled_from([1, 2, 4, 7, 8, 14, 16]))
+        shapes = [((rows, 3584 // world), "bfloat16"), ((rows, 896 // world), "float32")]
+        shapes.append(((896,), "float32"))
+        return op, world, shapes
+    world = draw(st.integers(1, MAX_WORLD))
+    count, inner = (2, 1) if op == "all_gather_pair" else (1, 2)
+    names = [name for name in GATHERED_DTYPES if inner == 1 or name != "float32"]
+    sizes = st.integers(1, 96)
+    return (
+        op,
+        world,
+        [
+            ((rows, *(draw(sizes) for _ in range(inner))), draw(st.sampled_from(names)))
+            for _ in range(count)
+        ],
+    )
+
+
+def metas(shapes, draw):
+    """Metadata of one rank: alignment and row stride differ between ranks, shape and dtype not."""
+    for shape, dtype in shapes:
+        dense = [1]
+        for size in shape[:0:-1]:
+            dense.insert(0, dense[0] * size)
+        if len(shape) > 1:
+            dense[0] += draw(st.integers(0, 16))
+        alignment = draw(st.sampled_from([ITEM_NBYTES[dtype], 16]))
+        yield TensorMeta(shape, dtype, tuple(dense), ITEM_NBYTES[dtype], alignment)
+
+
+@settings(deadline=None, max_examples=200)
+@given(calls(), st.sampled_from(["push", "pull"]), grids, st.data())
+def test_all_ranks_plan_the_same_call(call, protocol, max_blocks, data):
+    """Ranks may differ in alignment and strides: only the kernel's pack width depends on them."""
+    op, world, shapes = call
+    info = PlanInfo(0, world, protocol, 1 << 20, 64, max_blocks)
+    plans = []
+    for rank in range(min(world, 3)):
+        own = dataclasses.replace(
+            info, rank=rank, output_alignment=data.draw(st.sampled_from([2, 16]))
+        )
+        plans.append(find(op).plan(own, *metas(shapes, data.draw)))
+    first = plans[0]
+    assert 1 <= first.grid <= max_blocks
+    for plan in plans:
+        assert (plan.signature, plan.grid, plan.staged_nbytes, plan.outputs, plan.exchanged) == (
+            first.signature,
+            first.grid,
+            first.staged_nbytes,
+            first.outputs,
+            first.exchanged,
+        )
+        assert plan.kernel in find(op).variants()
+        assert len(plan.scalars) == find(op).num_scalars(plan.kernel)
+    assert 0 < first.signature < 1 << 32
+
+
+def test_a_plan_depends_on_nothing_but_its_arguments():
+    info = PlanInfo(0, 4, "push", 1 << 20, 64, 32)
+    meta = TensorMeta((8, 64), "bfloat16", (64, 1), 2)
+    pair = find("all_gather_pair")
+    assert pair.plan(info, meta, meta) == pair.plan(info, meta, meta)
+
+
+PAIR = (TensorMeta((8, 64), "bfloat16", (64, 1), 2),) * 2
+OTHERS = {
+    "rows": (TensorMeta((4, 64), "bfloat16", (64, 1), 2),) * 2,
+    "width": (TensorMeta((8, 32), "bfloat16", (32, 1), 2),) * 2,
+    "dtype": (TensorMeta((8, 64), "float16", (64, 1), 2),) * 2,
+    "second dtype": (PAIR[0], TensorMeta((8, 64), "float16", (64, 1), 2)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_calls_that_do_not_match_have_other_signatures(other):
+    info = PlanInfo(0, 4, "push", 1 << 20, 64, 32)
+    pair = find("all_gather_pair")
+    assert pair.plan(info, *PAIR).signature != pair.plan(info, *other).signature
+    pull = dataclasses.replace(info, protocol="pull")
+    assert pair.plan(info, *PAIR).signature != pair.plan(pull, *PAIR).signature

@@ -1,0 +1,225 @@
+"""Registers, memory and size of every kernel of this package, read from its machine code.
+
+Compiles each variant of each collective for each architecture and asks cuobjdump. Needs the CuTe
+DSL and cuobjdump, no GPU. The record has one line per kernel; `columns` names the numbers, and
+instructions are counted without NOP.
+
+Usage: python tools/kernel_report.py [--arch sm_90a ...] [--out docs/evidence/kernels.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from pcie_comm import build  # noqa: E402 - a script: it finds the package first
+from pcie_comm.errors import CommError  # noqa: E402
+from pcie_comm.kernels import compile as compiler  # noqa: E402
+from pcie_comm.kernels.registry import collectives  # noqa: E402
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+USAGE = {
+    "registers": "REG",
+    "stack_nbytes": "STACK",
+    "local_nbytes": "LOCAL",
+    "shared_nbytes": "SHARED",
+}
+COLUMNS = (*USAGE, "sass_nbytes", "instructions")
+INSTRUCTION_NBYTES = 16
+DUMP_TIMEOUT_S = 60.0
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
+
+
+@dataclass(frozen=True)
+class Sass:
+    """One instruction of the machine code.
+
+    Attributes:
+        address: Byte in the function.
+        guard: Predicate it depends on, or empty.
+        opcode: With its modifiers, for example `LDG.E.64.STRONG.SYS`.
+        operands: As printed, split at commas.
+    """
+
+    address: int
+    guard: str
+    opcode: str
+    operands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A kernel and what cuobjdump says of it."""
+
+    kernel: compiler.CompiledKernel
+    dump: str
+
+    def numbers(self) -> list[int]:
+        """Return what COLUMNS names."""
+        code = instructions(self.dump)
+        usage = resources(self.dump)
+        sass_nbytes = code[-1].address + INSTRUCTION_NBYTES
+        count = sum(one.opcode != "NOP" for one in code)
+        return [*(usage[name] for name in USAGE.values()), sass_nbytes, count]
+
+
+def cuobjdump() -> str | None:
+    """Return the program's path: from its wheel, else from PATH; None if it is not there."""
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    found = [path for place in places or () for path in Path(place).glob("*/bin/cuobjdump")]
+    return str(sorted(found)[-1]) if found else shutil.which("cuobjdump")
+
+
+def dump(cubin: bytes, program: str) -> str:
+    """Return resource usage and disassembly of a cubin.
+
+    Raises:
+        RuntimeError: cuobjdump refuses it.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [program, "-res-usage", "-sass", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_TIMEOUT_S)
+    if done.returncode != 0 or "Function :" not in done.stdout:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return done.stdout
+
+
+def resources(text: str) -> dict[str, int]:
+    """Return what `cuobjdump -res-usage` prints of the one function of a cubin.
+
+    Raises:
+        ValueError: It is not one function.
+    """
+    lines = re.findall(r"^ *REG:.*$", text, re.M)
+    if len(lines) != 1:
+        raise ValueError(f"expected one function, found {len(lines)}")
+    return {name: int(value) for name, value in re.findall(r"([A-Z]+)(?:\[\d\])?:(\d+)", lines[0])}
+
+
+def instructions(text: str) -> list[Sass]:
+    """Return the instructions that `cuobjdump -sass` printed, as they stand in memory.
+
+    Raises:
+        ValueError: There are none, or a line between them was not understood.
+    """
+    code = [
+        Sass(
+            address=int(address, 16),
+            guard=guard,
+            opcode=opcode,
+            operands=tuple(part.strip() for part in operands.split(",") if part.strip()),
+        )
+        for address, guard, opcode, operands in _LINE.findall(text)
+    ]
+    if not code or [one.address for one in code] != list(
+        range(0, len(code) * INSTRUCTION_NBYTES, INSTRUCTION_NBYTES)
+    ):
+        raise ValueError(f"the {len(code)} instructions that were read leave gaps")
+    return code
+
+
+def own_jobs(archs: Sequence[str]) -> list[build.Job]:
+    """Return a job per architecture and variant of the collectives of this package."""
+    own = [op for op, one in collectives().items() if type(one).__module__.startswith("pcie_comm.")]
+    return build.jobs(archs, own)
+
+
+def compile_all(todo: Sequence[build.Job], workers: int, program: str) -> list[MachineCode]:
+    """Compile every job and disassemble it, in `workers` processes.
+
+    Raises:
+        CompileError: A kernel does not compile.
+        RuntimeError: cuobjdump refuses one.
+    """
+    known = collectives()
+    context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
+    with ProcessPoolExecutor(workers, context) as pool, ThreadPoolExecutor(workers) as threads:
+        built = [pool.submit(compiler.build, known[job.key.op], job.key, job.arch) for job in todo]
+        try:
+            dumps = [threads.submit(lambda f: dump(f.result().cubin, program), f) for f in built]
+            return [
+                MachineCode(kernel.result(), text.result())
+                for kernel, text in zip(built, dumps, strict=True)
+            ]
+        finally:
+            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
+
+
+def tool_chain(ptx: str) -> str:
+    """Return the release of NVIDIA's compiler that a PTX text names, or an empty string."""
+    found = re.search(r"^// Cuda compilation tools, (.+)$", ptx, re.M)
+    return found[1] if found else ""
+
+
+def record(codes: Iterable[MachineCode]) -> dict[str, Any]:
+    """Return the numbers of all kernels, with the versions they hold for."""
+    kernels: dict[str, dict[str, list[int]]] = {}
+    versions = set()
+    for code in codes:
+        versions.add((code.kernel.dsl, tool_chain(code.kernel.ptx)))
+        kernels.setdefault(code.kernel.key, {})[code.kernel.arch] = code.numbers()
+    ((dsl, tools),) = versions
+    head = {"dsl": dsl, "compiler": tools, "columns": list(COLUMNS)}
+    return {**head, "kernels": dict(sorted(kernels.items()))}
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """Return a record as JSON with one line per kernel."""
+    kernels = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(archs)}" for name, archs in content["kernels"].items()
+    )
+    head = "".join(
+        f" {json.dumps(name)}: {json.dumps(value)},\n"
+        for name, value in content.items()
+        if name != "kernels"
+    )
+    return f'{{\n{head} "kernels": {{\n{kernels}\n }}\n}}\n'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the record, or print it. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", action="append", help="repeatable; default: those CI compiles")
+    parser.add_argument("--out", type=Path, help="default: standard output")
+    parser.add_argument("--jobs", type=int, default=build.default_workers(), help="processes")
+    options = parser.parse_args(argv)
+    program = cuobjdump()
+    if program is None:
+        print("kernel_report: cuobjdump is missing; pip install nvidia-cuda-cuobjdump")
+        return 1
+    try:
+        jobs = own_jobs(build.resolve_archs(options.arch or ARCHS))
+        text = text_of(record(compile_all(jobs, options.jobs, program)))
+    except CommError as error:
+        print(f"kernel_report: {error}")
+        return 1
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
