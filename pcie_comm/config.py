@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import InvalidArgumentError
 
-PROTOCOLS = ("auto", "pull", "push")
+PROTOCOLS = ("auto", "pull", "push", "tagged")
 
 DEFAULTS = {
     "timeout_s": ("PCIE_COMM_TIMEOUT_S", float, 30.0),
@@ -61,7 +61,7 @@ class Config:
         slot_nbytes: Bytes that all ranks together may gather in one call; two such slots lie in
             every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
         max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
-        protocol: `auto`, `pull` or `push`; `auto`, PCIE_COMM_PROTOCOL.
+        protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 
+from . import primitives as prim
 from .protocol import LaneArgs
 from .registry import Collective, KernelKey
 
@@ -17,6 +18,7 @@ _compiling = threading.Lock()
 
 def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[bytes, str]:
     """Return cubin and PTX of one kernel. The DSL's tracer is not re-entrant, hence the lock."""
+    prim.set_target(arch)
     kernel = collective.kernel(key)
     block = collective.block
 

@@ -21,8 +21,9 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from .all_gather import ColumnGather, Columns
-from .protocol import DeviceObject, Lane, LaneArgs, Staging
+from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
 from .router_spec import RouterSpec
+from .tagged import TaggedGather, await_units
 from .topk import (
     CONTEST,
     LIST_NBYTES,
@@ -174,8 +175,11 @@ class RouterRows:
 class RouterBlock(DeviceObject):
     """Levels 1 to 3 of a fused router block. Every method: all threads of the block take part."""
 
-    def __init__(self, staging: Staging, rows: RouterRows, spec: RouterSpec) -> None:
+    def __init__(
+        self, staging: Staging, rows: RouterRows, spec: RouterSpec, tagged: bool = False
+    ) -> None:
         self.staging = staging
+        self.tagged = tagged
         self.rows = rows
         self.spec = spec
         self.warp = Warp(staging.lane.threads)
@@ -208,10 +212,39 @@ class RouterBlock(DeviceObject):
             place_record(self.warp.records, ranks[0], first, first_score)
             place_record(self.warp.records, ranks[1], second, second_score)
             cute.arch.sync_warp()
-            pack = self.warp.lane & Int32(7)
+            self._send((row << rows.group_shift) + group)
+
+    @cute.jit
+    def _send(self, index: Int32) -> None:
+        """Stage the warp's 16 records as list `index` of this rank's segment."""
+        lane = self.warp.lane
+        if cutlass.const_expr(self.tagged):
+            place = lane & Int32(TOP_K - 1)
+            half = lane >> Int32(4)
+            record = prim.load_shared_u64(self.warp.records + place * Int32(RECORD_NBYTES))
+            words = (Uint32(record), Uint32(record >> Uint64(32)))
+            channel = self.staging.lane
+            offset = self._unit_offset(channel.rank, index, place)
+            turns = (channel.world_size + Int32(1)) // Int32(2)
+            for turn in cutlass.range(turns, unroll=1):
+                step = Int32(1) + half + turn * Int32(2)
+                enabled = Uint32(step <= channel.world_size) & channel.ok
+                ahead = prim.minimum(step, channel.world_size)
+                slab = self.staging.lane.peer_of_lane(
+                    self.staging.lane.wrap(channel.rank + ahead)
+                )
+                prim.store_unit(slab + offset, words, channel.epoch, enabled)
+        else:
+            pack = lane & Int32(7)
             words = prim.load_shared_v4(self.warp.records + pack * Int32(16))
-            offset = Int64((row << rows.group_shift) + group) * LIST_NBYTES + Int64(pack) * 16
-            self.staging.put(offset, words, 16, self.warp.lane >> Int32(3), 4)
+            offset = Int64(index) * LIST_NBYTES + Int64(pack) * 16
+            self.staging.put(offset, words, 16, lane >> Int32(3), 4)
+
+    def _unit_offset(self, writer: Int32, index: Int32, place: Int32) -> Int64:
+        """Return the offset of a record's unit in any slab."""
+        lane = self.staging.lane
+        segment = lane.slot_offset + Int64(writer) * lane.segment_nbytes
+        return segment + Int64(index * Int32(TOP_K) + place) * 16
 
     @cute.jit
     def load_bias(self) -> None:
@@ -222,15 +255,31 @@ class RouterBlock(DeviceObject):
             prim.store_shared_u32(self.bias_address + Int32(expert) * Int32(4), value)
 
     @cute.jit
-    def collect(self) -> None:
-        """Levels 2 and 3 of all rows. Requires: `exchange` returned 1."""
-        for begin in cutlass.range(0, self.rows.num_rows, ROWS_AT_ONCE, unroll=1):
+    def collect(self, ok: Uint32, confirmed: Wait) -> None:
+        """Levels 2 and 3 of all rows.
+
+        Requires: `exchange` returned `ok`, or, with tags: this concludes the launch between the
+        first rows' levels, so nothing is written before every peer's flag has been seen.
+        """
+        last = self.rows.num_rows
+        if cutlass.const_expr(self.tagged):
+            last = prim.maximum(last, Int32(1))
+        for begin in cutlass.range(0, last, ROWS_AT_ONCE, unroll=1):
             count = prim.minimum(self.rows.num_rows - begin, Int32(ROWS_AT_ONCE))
-            tasks = count * Int32(QUARTERS)
+            tasks = prim.select(ok != Uint32(0), count * Int32(QUARTERS), Int32(0))
+            wait = no_wait()
             for task in cutlass.range(self.warp.index, tasks, self.warp.count, unroll=1):
-                self._merge_quarter(begin, task)
-            cute.arch.sync_threads()
-            for local in cutlass.range(self.warp.index, count, self.warp.count, unroll=1):
+                wait = merge_waits(wait, self._merge_quarter(begin, task))
+            if cutlass.const_expr(self.tagged):
+                if begin == Int32(0):
+                    ok = self.staging.lane.conclude(ok, merge_waits(confirmed, wait))
+                else:
+                    self.staging.lane.give_up(wait)
+                    cute.arch.sync_threads()
+            else:
+                cute.arch.sync_threads()
+            rows = prim.select(ok != Uint32(0), count, Int32(0))
+            for local in cutlass.range(self.warp.index, rows, self.warp.count, unroll=1):
                 row = Int64(self.rows.first_row + begin + local) * (TOP_K * 4)
                 finish_row(
                     self.warp,
@@ -243,25 +292,18 @@ class RouterBlock(DeviceObject):
             cute.arch.sync_threads()
 
     @cute.jit
-    def _merge_quarter(self, begin: Int32, task: Int32) -> None:
+    def _merge_quarter(self, begin: Int32, task: Int32) -> Wait:
         """Level 2: merge lists 4q to 4q + 3 of one row. Participants: a warp."""
         local = task // Int32(QUARTERS)
         quarter = task - local * Int32(QUARTERS)
         row = self.rows.first_row + begin + local
+        records, wait = self._fetch(row, quarter)
         found = []
         for half in cutlass.range_constexpr(2):
+            record, present = records[half]
+            key, score = read_record(record, self.bias_address)
+            key = prim.select(present != Uint32(0), key, Uint64(0))
             place = self.warp.lane + Int32(WARP * half)
-            list_index = quarter * Int32(QUARTERS) + place // Int32(TOP_K)
-            peer = list_index >> self.rows.group_shift
-            key = Uint64(0)
-            score = Float32(0.0)
-            if peer < self.staging.lane.world_size:
-                group = list_index - (peer << self.rows.group_shift)
-                index = (row << self.rows.group_shift) + group
-                offset = Int64(index) * LIST_NBYTES
-                offset += Int64(place & Int32(TOP_K - 1)) * RECORD_NBYTES
-                record = prim.load_peer_u64(self.staging.source(peer) + offset)
-                key, score = read_record(record, self.bias_address)
             prim.store_shared_u64(self.warp.keys + place * Int32(8), key)
             found.append((key, score))
         cute.arch.sync_warp()
@@ -272,60 +314,112 @@ class RouterBlock(DeviceObject):
         merged.place(ranks[0], first, first_score)
         merged.place(ranks[1], second, second_score)
         cute.arch.sync_warp()
+        return wait
+
+    @cute.jit
+    def _fetch(self, row: Int32, quarter: Int32) -> tuple:
+        """Return this lane's two records of a quarter, with 1 or 0 for present, and a Wait."""
+        lane = self.staging.lane
+        addresses, peers, present = [], [], []
+        for half in cutlass.range_constexpr(2):
+            place = self.warp.lane + Int32(WARP * half)
+            list_index = quarter * Int32(QUARTERS) + place // Int32(TOP_K)
+            peer = list_index >> self.rows.group_shift
+            index = (row << self.rows.group_shift) + list_index - (peer << self.rows.group_shift)
+            here = Uint32(peer < lane.world_size)
+            peer = prim.minimum(peer, lane.world_size - Int32(1))
+            record = place & Int32(TOP_K - 1)
+            if cutlass.const_expr(self.tagged):
+                addresses.append(lane.own + self._unit_offset(peer, index, record))
+            else:
+                offset = Int64(index) * LIST_NBYTES + Int64(record) * RECORD_NBYTES
+                addresses.append(self.staging.source(peer) + offset)
+            peers.append(peer)
+            present.append(here)
+        if cutlass.const_expr(self.tagged):
+            data, wait = await_units(lane, tuple(addresses), tuple(peers), tuple(present))
+            words = [(Uint64(high) << Uint64(32)) | Uint64(low) for low, high in data]
+        else:
+            words = [prim.load_peer_u64(address) for address in addresses]
+            wait = no_wait()
+        return tuple(zip(words, present, strict=True)), wait
 
 
-def fused_kernel(spec: RouterSpec, *, push: bool, pack: int, threads: int) -> Any:
+def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) -> Any:
     """Return the kernel of all_gather_pair_topk.
 
     Its scalars: rows, router blocks, rows per router block, log2 of the groups per rank, experts
     per group, router row stride, down row bytes, down row stride; strides in bytes.
     """
+    tagged = protocol == "tagged"
 
     @cute.kernel
     def gather_select(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        down, logits, biases, down_out, weights, ids = tensors
-        lane = Lane(args, threads)
-        staging = Staging(lane, push)
-        rows, router_blocks, rows_per_block, group_shift, group_size = (
-            Int32(scalar) for scalar in scalars[:5]
-        )
-        row_nbytes = Int32(scalars[6])
-        first_row = prim.minimum(lane.block * rows_per_block, rows)
-        block_rows = RouterRows(
-            logits=logits,
-            stride=scalars[5],
-            biases=biases,
-            weights=weights,
-            ids=ids,
-            first_row=first_row,
-            num_rows=prim.minimum(rows - first_row, rows_per_block),
-            group_shift=group_shift,
-            group_size=group_size,
-        )
-        columns = Columns(
-            source=down,
-            source_stride=scalars[7],
-            output=down_out,
-            output_stride=row_nbytes * lane.world_size,
-            row_nbytes=row_nbytes,
-            rows=rows,
-            staged=Int64(rows << group_shift) * LIST_NBYTES,
-        )
-        router = RouterBlock(staging, block_rows, spec)
-        part = lane.block - router_blocks
-        gather = ColumnGather(staging, columns, part, lane.grid - router_blocks, pack)
-        routes = lane.block < router_blocks
-        if lane.ok != Uint32(0):
-            if routes:
+        lane = Lane(args, threads, tagged)
+        staging = Staging(lane, protocol == "push")
+        rows, columns = split_tensors(lane, tensors, scalars)
+        router_blocks = Int32(scalars[1])
+        router = RouterBlock(staging, rows, spec, tagged)
+        part, parts = lane.block - router_blocks, lane.grid - router_blocks
+        if cutlass.const_expr(tagged):
+            gather = TaggedGather(lane, columns, part, parts, pack)
+        else:
+            gather = ColumnGather(staging, columns, part, parts, pack)
+        if cutlass.const_expr(tagged):
+            lane.announce()
+            if lane.block < router_blocks:
                 router.stage()
                 router.load_bias()
+                cute.arch.sync_threads()
             else:
                 gather.stage()
-        ok = lane.exchange(lane.ok)
-        if ok != Uint32(0):
-            if routes:
-                router.collect()
+                gather.copy_own()
+            confirmed = lane.confirm()
+            if lane.block < router_blocks:
+                router.collect(lane.ok, confirmed)
             else:
-                gather.collect()
+                gather.collect(lane.ok, confirmed, True)
+        else:
+            if lane.ok != Uint32(0):
+                if lane.block < router_blocks:
+                    router.stage()
+                    router.load_bias()
+                else:
+                    gather.stage()
+            ok = lane.exchange(lane.ok)
+            if ok != Uint32(0):
+                if lane.block < router_blocks:
+                    router.collect(ok, no_wait())
+                else:
+                    gather.collect()
 
     return gather_select
+
+
+def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRows, Columns]:
+    """Return the two halves of a fused launch's arguments."""
+    down, logits, biases, down_out, weights, ids = tensors
+    rows, _, rows_per_block, group_shift, group_size = (Int32(s) for s in scalars[:5])
+    row_nbytes = Int32(scalars[6])
+    first_row = prim.minimum(lane.block * rows_per_block, rows)
+    router = RouterRows(
+        logits=logits,
+        stride=scalars[5],
+        biases=biases,
+        weights=weights,
+        ids=ids,
+        first_row=first_row,
+        num_rows=prim.minimum(rows - first_row, rows_per_block),
+        group_shift=group_shift,
+        group_size=group_size,
+    )
+    columns = Columns(
+        source=down,
+        source_stride=scalars[7],
+        output=down_out,
+        output_stride=row_nbytes * lane.world_size,
+        row_nbytes=row_nbytes,
+        rows=rows,
+        staged=Int64(rows << group_shift) * LIST_NBYTES,
+    )
+    return router, columns
