@@ -17,6 +17,7 @@ DEFAULTS = {
     "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int, 4 << 20),
     "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
     "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
+    "overlap": ("PCIE_COMM_OVERLAP", lambda text: text != "0", True),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
 }
@@ -62,6 +63,8 @@ class Config:
             every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
         max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
+        overlap: Let a captured launch start while its predecessor ends, from sm_90 on; True,
+            PCIE_COMM_OVERLAP=0 for False. Ranks may differ in it.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
@@ -75,6 +78,7 @@ class Config:
     slot_nbytes: int = _from_env("slot_nbytes")
     max_rows: int = _from_env("max_rows")
     protocol: str = _from_env("protocol")
+    overlap: bool = _from_env("overlap")
     kernels_dir: Path | None = _from_env("kernels_dir")
     cache_dir: Path = _from_env("cache_dir")
 

@@ -17,6 +17,11 @@ TAGGED_LIMIT_NBYTES = 65_536
 """Bytes a rank receives in all up to which tagged push is the fastest."""
 
 
+def protocols_of(requested: str) -> tuple[str, ...]:
+    """Return the protocols that calls of a group may use; see choose_protocol."""
+    return ("tagged", "push") if requested in ("auto", "tagged") else (requested,)
+
+
 def choose_protocol(
     requested: str, staged_nbytes: int, world_size: int, segment_nbytes: int
 ) -> str:

@@ -49,17 +49,17 @@ class ColumnPart(DeviceObject):
     def __init__(self, columns: Columns, part: Int32, parts: Int32, item: int) -> None:
         self.row_nbytes = columns.row_nbytes
         self.nbytes = columns.rows * columns.row_nbytes
-        units = (self.nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
-        chunk = (units + parts - Int32(1)) // parts * Int32(PACK_NBYTES)
-        round_up = Int32(item - 1)
-        begin = prim.minimum(part * chunk, self.nbytes)
-        end = prim.minimum((part + Int32(1)) * chunk, self.nbytes)
-        self.first = (begin + round_up) // Int32(item)
-        self.count = (end + round_up) // Int32(item) - self.first
+        units = (self.nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
+        chunk = prim.divide(units + parts - Int32(1), parts) * Int32(PACK_NBYTES)
+        shift = Int32(item.bit_length() - 1)
+        begin = prim.minimum(part * chunk, self.nbytes) + Int32(item - 1)
+        end = prim.minimum((part + Int32(1)) * chunk, self.nbytes) + Int32(item - 1)
+        self.first = begin >> shift
+        self.count = (end >> shift) - self.first
 
     def split(self, byte: Int32) -> tuple[Int32, Int32]:
         """Return row, and byte within the row, of a byte of the staged form."""
-        row = byte // self.row_nbytes
+        row = prim.divide(byte, self.row_nbytes)
         return row, byte - row * self.row_nbytes
 
 
@@ -109,7 +109,7 @@ class ColumnGather(DeviceObject):
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 flat = begin + Int32(step * lane.threads)
                 enabled = Uint32(flat < total)
-                peer = flat // self.count
+                peer = prim.divide(flat, self.count)
                 index = self.first + flat - peer * self.count
                 source = self.staging.source(prim.minimum(peer, lane.world_size - Int32(1)))
                 address = source + self.columns.staged + Int64(index) * self.pack

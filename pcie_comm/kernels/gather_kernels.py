@@ -1,4 +1,4 @@
-"""The kernels of all_gather_pair and all_gather_heads: one or two tensors under one flag per peer."""
+"""The kernels of all_gather_pair and all_gather_heads: tensors that share a flag per peer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
                     staged=staged,
                 )
             )
-            units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
+            units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
             staged += Int64(units) * PACK_NBYTES
         return columns
 

@@ -246,7 +246,9 @@ def announce(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
-def store_v2(address: Int64, words: tuple, enabled: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+def store_v2(
+    address: Int64, words: tuple, enabled: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
     """Store two words to an 8-byte boundary if `enabled` is not 0. Order: weak."""
     at = {"loc": loc, "ip": ip}
     text = "{\n.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.u32 [$0], {$1,$2};\n}"
@@ -440,6 +442,11 @@ def bits_float(value: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
 def select(condition: Any, chosen: Any, other: Any) -> Any:
     """Return `chosen` where `condition` holds, else `other`; both are evaluated, no branch."""
     return type(chosen)(cutlass.select_(condition, chosen, other))
+
+
+def divide(dividend: Int32, divisor: Int32) -> Int32:
+    """Return the quotient of two non-negative integers: unsigned, which is half the code."""
+    return Int32(Uint32(dividend) // Uint32(divisor))
 
 
 def maximum(left: Any, right: Any) -> Any:

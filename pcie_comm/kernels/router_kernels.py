@@ -112,6 +112,7 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
 
     @cute.kernel
     def select_topk(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
+        prim.follow_predecessor()
         logits, biases, weights, ids = tensors
         warp = Warp(threads)
         row = cute.arch.block_idx()[0]
@@ -225,14 +226,12 @@ class RouterBlock(DeviceObject):
             words = (Uint32(record), Uint32(record >> Uint64(32)))
             channel = self.staging.lane
             offset = self._unit_offset(channel.rank, index, place)
-            turns = (channel.world_size + Int32(1)) // Int32(2)
+            turns = (channel.world_size + Int32(1)) >> Int32(1)
             for turn in cutlass.range(turns, unroll=1):
                 step = Int32(1) + half + turn * Int32(2)
                 enabled = Uint32(step <= channel.world_size) & channel.ok
                 ahead = prim.minimum(step, channel.world_size)
-                slab = self.staging.lane.peer_of_lane(
-                    self.staging.lane.wrap(channel.rank + ahead)
-                )
+                slab = self.staging.lane.peer_of_lane(self.staging.lane.wrap(channel.rank + ahead))
                 prim.store_unit(slab + offset, words, channel.epoch, enabled)
         else:
             pack = lane & Int32(7)
@@ -294,7 +293,7 @@ class RouterBlock(DeviceObject):
     @cute.jit
     def _merge_quarter(self, begin: Int32, task: Int32) -> Wait:
         """Level 2: merge lists 4q to 4q + 3 of one row. Participants: a warp."""
-        local = task // Int32(QUARTERS)
+        local = task >> Int32(2)
         quarter = task - local * Int32(QUARTERS)
         row = self.rows.first_row + begin + local
         records, wait = self._fetch(row, quarter)
@@ -323,7 +322,7 @@ class RouterBlock(DeviceObject):
         addresses, peers, present = [], [], []
         for half in cutlass.range_constexpr(2):
             place = self.warp.lane + Int32(WARP * half)
-            list_index = quarter * Int32(QUARTERS) + place // Int32(TOP_K)
+            list_index = quarter * Int32(QUARTERS) + (place >> Int32(4))
             peer = list_index >> self.rows.group_shift
             index = (row << self.rows.group_shift) + list_index - (peer << self.rows.group_shift)
             here = Uint32(peer < lane.world_size)

@@ -14,6 +14,8 @@ Why a slot may be written again without a closing handshake: docs/protocol.md.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
@@ -75,6 +77,14 @@ def _missing(lane: Lane, unit: tuple, enabled: Uint32) -> Uint32:
     return ((unit[1] ^ lane.epoch) | (unit[3] ^ lane.epoch)) & (Uint32(0) - enabled)
 
 
+class Transfer(NamedTuple):
+    """One unit on its way: to or from `peer`, `enabled` 0 if there is none."""
+
+    peer: Int32
+    unit: Int32
+    enabled: Uint32
+
+
 class TaggedGather(DeviceObject):
     """Moves one tensor as units, by `part` of `parts` blocks. See ColumnGather for the split.
 
@@ -93,10 +103,12 @@ class TaggedGather(DeviceObject):
         self.pairs = self.count * (lane.world_size - Int32(1))
         self.base = lane.slot_offset + columns.staged * 2
 
-    def _pair(self, flat: Int32) -> tuple[Int32, Int32]:
-        """Return how many ranks ahead, and the unit, of the `flat`-th transfer of this block."""
-        step = flat // self.count
-        return step + Int32(1), self.part.first + flat - step * self.count
+    def _transfer(self, flat: Int32, ok: Uint32) -> Transfer:
+        """Return the `flat`-th transfer of this block: disabled past the last."""
+        enabled = Uint32(flat < self.pairs) & ok
+        step = prim.divide(prim.minimum(flat, self.pairs - Int32(1)), self.count)
+        ahead = self.lane.rank + step + Int32(1)
+        return Transfer(self.lane.wrap(ahead), self.part.first + flat - step * self.count, enabled)
 
     def _segment(self, writer: Int32, unit: Int32) -> Int64:
         """Return the offset of a unit in any rank's slab."""
@@ -147,13 +159,10 @@ class TaggedGather(DeviceObject):
         lane = self.lane
         rounds = (self.pairs + Int32(lane.threads - 1)) // Int32(lane.threads)
         for turn in cutlass.range(rounds, unroll=1):
-            flat = turn * Int32(lane.threads) + lane.thread
-            enabled = Uint32(flat < self.pairs)
-            step, unit = self._pair(prim.minimum(flat, self.pairs - Int32(1)))
-            words = self.load(unit, enabled)
-            slab = self.lane.peer_of_lane(self.lane.wrap(lane.rank + step))
-            address = slab + self._segment(lane.rank, unit)
-            prim.store_unit(address, words, lane.epoch, enabled & lane.ok)
+            there = self._transfer(turn * Int32(lane.threads) + lane.thread, lane.ok)
+            words = self.load(there.unit, there.enabled)
+            address = self.lane.peer_of_lane(there.peer) + self._segment(lane.rank, there.unit)
+            prim.store_unit(address, words, lane.epoch, there.enabled)
 
     @cute.jit
     def copy_own(self) -> None:
@@ -183,7 +192,16 @@ class TaggedGather(DeviceObject):
             turns = prim.maximum(turns, Int32(1))
         for turn in cutlass.range(turns, unroll=1):
             begin = turn * at_once
-            units, wait = self._await(begin, ok)
+            here = [
+                self._transfer(begin + Int32(i * lane.threads) + lane.thread, ok)
+                for i in range(UNITS_AT_ONCE)
+            ]
+            units, wait = await_units(
+                lane,
+                tuple(lane.own + self._segment(t.peer, t.unit) for t in here),
+                tuple(t.peer for t in here),
+                tuple(t.enabled for t in here),
+            )
             if cutlass.const_expr(concludes):
                 if turn == Int32(0):
                     ok = self.lane.conclude(ok, merge_waits(confirmed, wait))
@@ -191,27 +209,7 @@ class TaggedGather(DeviceObject):
                     self.lane.give_up(wait)
             else:
                 self.lane.give_up(wait)
-            self._write(begin, units, ok & Uint32(wait.code == Uint32(0)))
+            good = ok & Uint32(wait.code == Uint32(0))
+            for i in cutlass.range_constexpr(UNITS_AT_ONCE):
+                self.store(here[i].peer, here[i].unit, units[i], here[i].enabled & good)
         return ok
-
-    @cute.jit
-    def _await(self, begin: Int32, ok: Uint32) -> tuple:
-        lane = self.lane
-        addresses, peers, enabled = [], [], []
-        for i in cutlass.range_constexpr(UNITS_AT_ONCE):
-            flat = begin + Int32(i * lane.threads) + lane.thread
-            step, unit = self._pair(prim.minimum(flat, self.pairs - Int32(1)))
-            peer = lane.wrap(lane.rank + step)
-            addresses.append(lane.own + self._segment(peer, unit))
-            peers.append(peer)
-            enabled.append(Uint32(flat < self.pairs) & ok)
-        return await_units(lane, tuple(addresses), tuple(peers), tuple(enabled))
-
-    @cute.jit
-    def _write(self, begin: Int32, units: tuple, ok: Uint32) -> None:
-        lane = self.lane
-        for i in cutlass.range_constexpr(UNITS_AT_ONCE):
-            flat = begin + Int32(i * lane.threads) + lane.thread
-            step, unit = self._pair(prim.minimum(flat, self.pairs - Int32(1)))
-            peer = lane.wrap(lane.rank + step)
-            self.store(peer, unit, units[i], ok & Uint32(flat < self.pairs))
