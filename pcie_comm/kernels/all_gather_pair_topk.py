@@ -47,6 +47,7 @@ class AllGatherPairTopk(Collective):
 
     name = "all_gather_pair_kimi_topk"
     num_inputs = 3
+    block = 512
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec
