@@ -24,7 +24,9 @@ def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[b
 
     @cute.jit
     def launch(lane: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        kernel(lane, tensors, scalars).launch(grid=(1, 1, 1), block=(block, 1, 1))
+        kernel(lane, tensors, scalars).launch(
+            grid=(1, 1, 1), block=(block, 1, 1), min_blocks_per_mp=1  # or ptxas spills on sm_80
+        )
 
     lane = LaneArgs(Int64(0), Int32(0), Int32(0), Uint32(0))
     tensors = (Int64(0),) * (collective.num_inputs + collective.num_outputs())
