@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import InvalidArgumentError
 
-PROTOCOLS = ("auto", "pull", "push")
+PROTOCOLS = ("auto", "pull", "push", "tagged")
 
 DEFAULTS = {
     "timeout_s": ("PCIE_COMM_TIMEOUT_S", float, 30.0),
@@ -17,6 +17,7 @@ DEFAULTS = {
     "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int, 4 << 20),
     "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
     "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
+    "overlap": ("PCIE_COMM_OVERLAP", lambda text: text != "0", True),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
 }
@@ -78,7 +79,9 @@ class Config:
         slot_nbytes: Bytes that all ranks together may gather in one call; two such slots lie in
             every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
         max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
-        protocol: `auto`, `pull` or `push`; `auto`, PCIE_COMM_PROTOCOL.
+        protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
+        overlap: Let a captured launch start while its predecessor ends, from sm_90 on; True,
+            PCIE_COMM_OVERLAP=0 for False. Ranks may differ in it.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
@@ -92,6 +95,7 @@ class Config:
     slot_nbytes: int = _from_env("slot_nbytes")
     max_rows: int = _from_env("max_rows")
     protocol: str = _from_env("protocol")
+    overlap: bool = _from_env("overlap")
     kernels_dir: Path | None = _from_env("kernels_dir")
     cache_dir: Path = _from_env("cache_dir")
 

@@ -16,6 +16,7 @@ from .kernels.compile import KernelStore
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .layout import ControlLayout, SlabLayout
+from .policy import protocols_of
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
@@ -68,6 +69,7 @@ class CudaEngine:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
         self._control = 0
+        self.overlaps = config.overlap and self.capability >= (9, 0)
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
         self.status: StatusRecord | None = None
@@ -100,9 +102,9 @@ class CudaEngine:
 
     def prepare(self, collective: Collective, protocol: str) -> None:
         """Compile or load every kernel a call of `collective` may need under `protocol`."""
-        other = {"push": "pull", "pull": "push"}[protocol]
+        others = {"push", "pull", "tagged"} - set(protocols_of(protocol))
         for key in collective.variants():
-            if other not in key.variant and key not in self._kernels:
+            if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)
 
     def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
@@ -158,12 +160,15 @@ class CudaEngine:
         arguments = Arguments(lane, addresses, plan.scalars)
         launch, function, block = kernel.entry_point, kernel.function, kernel.block
         index, communicates, grid = self._index, bool(plan.exchanged), plan.grid
-        where = arguments.address
+        where, overlaps = arguments.address, self.overlaps
 
         def enqueue() -> None:
             stream = current_stream_handle(index)
             if is_capturing():
                 self.captured = True
+                if overlaps:
+                    kernel.launch_overlapping(arguments, grid, stream)
+                    return
             elif stream != self._last_handle and communicates:
                 self._move_to(stream)
             if stream:

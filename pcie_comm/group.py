@@ -26,7 +26,7 @@ from .host_engine import HostEngine
 from .kernels.compile import KernelStore, fingerprint
 from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
 from .layout import MAX_BLOCKS, SlabLayout
-from .policy import choose_protocol, choose_transport, resident_budget
+from .policy import choose_transport, resident_budget
 from .rank_facts import RankFacts, resolve_device
 from .transport import load
 from .transport.base import Transport, TransportInfo
@@ -196,7 +196,6 @@ class PcieDcpGroup(Collectives):
         index = self.device.index if self.device.type == "cuda" else None
         transport = load(self._transport_name)(TransportInfo(self.rank, self.world_size, index))
         timeout_s = self.config.setup_timeout_s
-        protocol = choose_protocol(self.config.protocol, self._transport_name)
         engines: list[CudaEngine | HostEngine] = []
 
         def allocate() -> bytes:
@@ -208,7 +207,7 @@ class PcieDcpGroup(Collectives):
             peers = transport.map([record.partition(b"\n")[2] for record in records])
             if self.device.type == "cpu":
                 engine: CudaEngine | HostEngine = HostEngine(
-                    self.rank, layout, peers, protocol, self.config.timeout_s
+                    self.rank, layout, peers, self.config.protocol, self.config.timeout_s
                 )
             else:
                 engine = CudaEngine(self.rank, layout, peers, self.device, self.config, self._store)
@@ -228,7 +227,7 @@ class PcieDcpGroup(Collectives):
         info = PlanInfo(
             rank=self.rank,
             world_size=self.world_size,
-            protocol=protocol,
+            protocol=self.config.protocol,
             segment_nbytes=layout.segment_nbytes,
             max_rows=self.config.max_rows,
             max_blocks=self._max_blocks,

@@ -33,7 +33,7 @@ class HostEngine:
         rank: Group rank.
         layout: Of every slab.
         peers: The mapped slabs.
-        protocol: `push` or `pull`.
+        protocol: `pull`; every other one is a push here.
         timeout_s: Longest wait for a peer.
     """
 
@@ -42,7 +42,7 @@ class HostEngine:
     ) -> None:
         self.rank = rank
         self.layout = layout
-        self.push = protocol == "push"
+        self.push = protocol != "pull"
         self.timeout_s = timeout_s
         self.epoch = 0
         self.aborted = threading.Event()

@@ -39,12 +39,16 @@ def align_up(nbytes: int, alignment: int) -> int:
 
 
 def next_epoch(epoch: int) -> int:
-    """Return the epoch after `epoch`; the counter is 32 bits wide and wraps to 0."""
-    return (epoch + 1) & EPOCH_MASK
+    """Return the epoch after `epoch`: 32 bits that wrap from the highest to 2.
+
+    0 is no epoch: it is what fresh memory holds where a tag will be. 1 is left out at the wrap as
+    well, so that odd and even, which choose the slot, go on taking turns.
+    """
+    return (epoch + 1) & EPOCH_MASK or 2
 
 
 def slot_of(epoch: int) -> int:
-    """Return the slot that an epoch uses. 2**32 is even, so the order survives the wrap."""
+    """Return the slot that an epoch uses: they take turns, across the wrap as well."""
     return epoch % NUM_SLOTS
 
 
@@ -79,8 +83,8 @@ class SlabLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole slab."""
-        return self.SLOTS_OFFSET + NUM_SLOTS * self.slot_nbytes
+        """Size of the whole slab: two slots, and two more for tagged units only."""
+        return self.SLOTS_OFFSET + 2 * NUM_SLOTS * self.slot_nbytes
 
     @property
     def segment_nbytes(self) -> int:
@@ -99,6 +103,10 @@ class SlabLayout:
     def slot_offset(self, slot: int) -> int:
         """Offset of slot `slot`."""
         return self.SLOTS_OFFSET + slot * self.slot_nbytes
+
+    def tagged_slot_offset(self, slot: int) -> int:
+        """Offset of a slot that holds tagged units and never anything that could look like one."""
+        return self.slot_offset(slot) + NUM_SLOTS * self.slot_nbytes
 
     def segment_offset(self, slot: int, writer: int) -> int:
         """Offset of the part of a slot that rank `writer` fills under push."""

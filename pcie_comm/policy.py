@@ -10,27 +10,55 @@ from collections.abc import Sequence
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
 
+TAGGED_BLOCK_UNITS = 256
+"""Units of 8 data bytes that one thread block receives before a second one pays: one a thread."""
 
-def choose_protocol(requested: str, transport: str) -> str:
-    """Return `push` or `pull`.
+TAGGED_LIMIT_NBYTES = 65_536
+"""Bytes a rank receives in all up to which tagged push is the fastest."""
 
-    Push wins or ties on every memory measured so far: a read over PCIe is a round trip, a write is
-    not, and in pinned host memory pull reads every byte over the link once per rank.
+
+def protocols_of(requested: str) -> tuple[str, ...]:
+    """Return the protocols that calls of a group may use; see choose_protocol."""
+    return ("tagged", "push") if requested in ("auto", "tagged") else (requested,)
+
+
+def choose_protocol(
+    requested: str, staged_nbytes: int, world_size: int, segment_nbytes: int
+) -> str:
+    """Return `tagged`, `push` or `pull` for a call in which each rank stages `staged_nbytes`.
+
+    Tagged push saves a fence and a trip and sends twice the bytes, so it serves small calls, and
+    only what fits its slot. Push wins or ties against pull on every memory measured so far: a read
+    over PCIe is a round trip, a write is not.
     """
-    return "push" if requested == "auto" else requested
+    fits = 2 * staged_nbytes <= segment_nbytes
+    if requested == "auto":
+        small = staged_nbytes * world_size <= TAGGED_LIMIT_NBYTES
+        return "tagged" if small and fits else "push"
+    if requested == "tagged" and not fits:
+        return "push"
+    return requested
 
 
-def gather_blocks(gathered_nbytes: int, max_blocks: int) -> int:
-    """Return the grid of a gather whose outputs hold `gathered_nbytes` in all."""
-    return max(1, min(max_blocks, -(-gathered_nbytes // GATHER_BLOCK_NBYTES)))
+def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks: int) -> int:
+    """Return the grid of a gather in which each rank stages `staged_nbytes`."""
+    if protocol == "tagged":
+        received = staged_nbytes * (world_size - 1)
+        wanted = -(-received // (8 * TAGGED_BLOCK_UNITS))
+    else:
+        wanted = -(-staged_nbytes * world_size // GATHER_BLOCK_NBYTES)
+    return max(1, min(max_blocks, wanted))
 
 
-def split_fused_grid(rows: int, gathered_nbytes: int, max_blocks: int) -> tuple[int, int]:
+def split_fused_grid(
+    protocol: str, rows: int, down_nbytes: int, world_size: int, max_blocks: int
+) -> tuple[int, int]:
     """Return router blocks and gather blocks of a fused launch.
 
     Router blocks come first: a row costs a block about as long as the gather of many kilobytes.
     """
-    gather = min(gather_blocks(gathered_nbytes, max_blocks), max(1, max_blocks // 2))
+    most = max(1, max_blocks // 2)
+    gather = gather_blocks(protocol, down_nbytes, world_size, most)
     return max(1, min(rows, max_blocks - gather)), gather
 
 

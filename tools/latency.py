@@ -125,7 +125,7 @@ def main() -> int:
     harness.warm_up()
     results = measure_router()
     for memory in MEMORIES:
-        for protocol in ("push", "pull"):
+        for protocol in ("tagged", "push", "pull"):
             for world_size in (2, 4, 8, 16):
                 results += measure_world(world_size, memory, protocol)
     arguments.out.write_text(json.dumps(results, indent=1))

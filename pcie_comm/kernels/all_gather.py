@@ -13,14 +13,13 @@ Bytes on the wire per rank: push rows * row_nbytes to each peer; pull the same, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from ..layout import PACK_NBYTES
 from . import primitives as prim
-from .protocol import DeviceObject, Lane, LaneArgs, Staging
+from .protocol import DeviceObject, Staging
 
 IN_FLIGHT = 4
 """Loads a thread issues before its first store; hides one trip behind another."""
@@ -39,6 +38,31 @@ class Columns:
     staged: Int64
 
 
+class ColumnPart(DeviceObject):
+    """The chunk of a staged tensor that block `part` of `parts` moves, in items of `item` bytes.
+
+    Attributes:
+        first, count: The chunk's items.
+        nbytes: Of the whole staged tensor.
+    """
+
+    def __init__(self, columns: Columns, part: Int32, parts: Int32, item: int) -> None:
+        self.row_nbytes = columns.row_nbytes
+        self.nbytes = columns.rows * columns.row_nbytes
+        units = (self.nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
+        chunk = prim.divide(units + parts - Int32(1), parts) * Int32(PACK_NBYTES)
+        shift = Int32(item.bit_length() - 1)
+        begin = prim.minimum(part * chunk, self.nbytes) + Int32(item - 1)
+        end = prim.minimum((part + Int32(1)) * chunk, self.nbytes) + Int32(item - 1)
+        self.first = begin >> shift
+        self.count = (end >> shift) - self.first
+
+    def split(self, byte: Int32) -> tuple[Int32, Int32]:
+        """Return row, and byte within the row, of a byte of the staged form."""
+        row = prim.divide(byte, self.row_nbytes)
+        return row, byte - row * self.row_nbytes
+
+
 class ColumnGather(DeviceObject):
     """Moves one tensor through a channel, in `pack`-byte units, by `part` of `parts` blocks.
 
@@ -51,17 +75,13 @@ class ColumnGather(DeviceObject):
         self.staging = staging
         self.columns = columns
         self.pack = pack
-        nbytes = columns.rows * columns.row_nbytes
-        units = (nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
-        chunk = (units + parts - Int32(1)) // parts * Int32(PACK_NBYTES)
-        self.first = prim.minimum(part * chunk, nbytes) // Int32(pack)
-        self.count = prim.minimum((part + Int32(1)) * chunk, nbytes) // Int32(pack) - self.first
-        self.row_packs = columns.row_nbytes // Int32(pack)
+        self.part = ColumnPart(columns, part, parts, pack)
+        self.first = self.part.first
+        self.count = self.part.count
 
     def _split(self, index: Int32) -> tuple[Int32, Int32]:
         """Return row, and byte within the row, of pack `index`."""
-        row = index // self.row_packs
-        return row, (index - row * self.row_packs) * Int32(self.pack)
+        return self.part.split(index * Int32(self.pack))
 
     @cute.jit
     def stage(self) -> None:
@@ -89,7 +109,7 @@ class ColumnGather(DeviceObject):
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 flat = begin + Int32(step * lane.threads)
                 enabled = Uint32(flat < total)
-                peer = flat // self.count
+                peer = prim.divide(flat, self.count)
                 index = self.first + flat - peer * self.count
                 source = self.staging.source(prim.minimum(peer, lane.world_size - Int32(1)))
                 address = source + self.columns.staged + Int64(index) * self.pack
@@ -107,41 +127,3 @@ class ColumnGather(DeviceObject):
             + Int64(row) * Int64(columns.output_stride)
             + Int64(peer * columns.row_nbytes + column)
         )
-
-
-def gather_kernel(count: int, *, push: bool, pack: int, threads: int) -> Any:
-    """Return the kernel that gathers `count` tensors with one flag per peer.
-
-    Its scalars: rows; then `count` row sizes; then `count` row strides, all in bytes.
-    """
-
-    @cute.kernel
-    def gather(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        lane = Lane(args, threads)
-        staging = Staging(lane, push)
-        rows = Int32(scalars[0])
-        staged = Int64(0)
-        gathers = []
-        for i in cutlass.range_constexpr(count):
-            row_nbytes = Int32(scalars[1 + i])
-            columns = Columns(
-                source=tensors[i],
-                source_stride=scalars[1 + count + i],
-                output=tensors[count + i],
-                output_stride=row_nbytes * lane.world_size,
-                row_nbytes=row_nbytes,
-                rows=rows,
-                staged=staged,
-            )
-            gathers.append(ColumnGather(staging, columns, lane.block, lane.grid, pack))
-            units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) // Int32(PACK_NBYTES)
-            staged += Int64(units) * PACK_NBYTES
-        if lane.ok != Uint32(0):
-            for i in cutlass.range_constexpr(count):
-                gathers[i].stage()
-        ok = lane.exchange(lane.ok)
-        if ok != Uint32(0):
-            for i in cutlass.range_constexpr(count):
-                gathers[i].collect()
-
-    return gather

@@ -42,10 +42,10 @@ class AllGatherPair(Collective):
         return plan_gather(self.name, info, tensors, outputs)
 
     def kernel(self, key: KernelKey) -> Any:
-        from .all_gather import gather_kernel
+        from .gather_kernels import gather_kernel
 
         protocol, pack = key.variant
-        return gather_kernel(2, push=protocol == "push", pack=int(pack), threads=self.block)
+        return gather_kernel(2, protocol=str(protocol), pack=int(pack), threads=self.block)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference import gather_columns

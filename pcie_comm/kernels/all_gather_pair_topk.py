@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES
-from ..policy import split_fused_grid
+from ..policy import choose_protocol, split_fused_grid
 from .columns import PACKS, check_columns, pack_width, row_nbytes, stride_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router
@@ -47,6 +47,7 @@ class AllGatherPairTopk(Collective):
 
     name = "all_gather_pair_kimi_topk"
     num_inputs = 3
+    block = 512
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec
@@ -63,8 +64,8 @@ class AllGatherPairTopk(Collective):
     def variants(self) -> Sequence[KernelKey]:
         return [
             KernelKey(self.name, (protocol, pack, numerics))
-            for protocol in ("push", "pull")
-            for pack in PACKS
+            for protocol, packs in PACKS.items()
+            for pack in packs
             for numerics in ("torch", "vllm")
         ]
 
@@ -88,7 +89,10 @@ class AllGatherPairTopk(Collective):
             )
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
-        router_blocks, down_blocks = split_fused_grid(rows, down_nbytes * world, info.max_blocks)
+        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes)
+        router_blocks, down_blocks = split_fused_grid(
+            protocol, rows, down_nbytes, world, info.max_blocks
+        )
         per_block = -(-rows // router_blocks)
         return Plan(
             op=self.name,
@@ -97,7 +101,9 @@ class AllGatherPairTopk(Collective):
                 OutputSpec((rows, spec.top_k), "float32"),
                 OutputSpec((rows, spec.top_k), "int32"),
             ),
-            kernel=KernelKey(self.name, (info.protocol, pack_width(info, [down]), spec.numerics)),
+            kernel=KernelKey(
+                self.name, (protocol, pack_width(info, protocol, [down]), spec.numerics)
+            ),
             grid=router_blocks + down_blocks,
             scalars=(
                 rows,
@@ -109,9 +115,9 @@ class AllGatherPairTopk(Collective):
                 row_nbytes(down),
                 stride_nbytes(down),
             ),
-            staged_nbytes=staged,
+            staged_nbytes=staged * 2 if protocol == "tagged" else staged,
             exchanged=(0, 1),
-            facts=(info.protocol, rows, spec.numerics, router_blocks),
+            facts=(protocol, rows, spec.numerics, router_blocks),
         )
 
     def kernel(self, key: KernelKey) -> Any:
@@ -119,7 +125,7 @@ class AllGatherPairTopk(Collective):
 
         protocol, pack, numerics = key.variant
         spec = replace(self.spec, numerics=str(numerics))
-        return fused_kernel(spec, push=protocol == "push", pack=int(pack), threads=self.block)
+        return fused_kernel(spec, protocol=str(protocol), pack=int(pack), threads=self.block)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference import gather_columns, router_topk

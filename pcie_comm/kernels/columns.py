@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
 from ..layout import PACK_NBYTES, align_up
-from ..policy import gather_blocks
+from ..policy import choose_protocol, gather_blocks
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
-PACKS = (16, 4, 1)
+PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
 """Bytes per load and store: the widest that address, stride and row size allow is used."""
 
 GATHERED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -63,16 +63,16 @@ def stride_nbytes(meta: TensorMeta) -> int:
     return meta.strides[0] * meta.itemsize if meta.shape[0] > 1 else row_nbytes(meta)
 
 
-def pack_width(info: PlanInfo, tensors: Sequence[TensorMeta]) -> int:
+def pack_width(info: PlanInfo, protocol: str, tensors: Sequence[TensorMeta]) -> int:
     """Return the widest pack that suits every tensor and every output."""
     sizes = [size for meta in tensors for size in (row_nbytes(meta), stride_nbytes(meta))]
     limit = min([info.output_alignment, *(meta.alignment for meta in tensors)])
-    return next(p for p in PACKS if p <= limit and all(size % p == 0 for size in sizes))
+    return next(p for p in PACKS[protocol] if p <= limit and all(size % p == 0 for size in sizes))
 
 
 def gather_variants(op: str) -> list[KernelKey]:
     """Return the kernels of a plain gather."""
-    return [KernelKey(op, (protocol, pack)) for protocol in ("push", "pull") for pack in PACKS]
+    return [KernelKey(op, (protocol, pack)) for protocol, packs in PACKS.items() for pack in packs]
 
 
 def plan_gather(
@@ -90,13 +90,14 @@ def plan_gather(
         )
     sizes = [row_nbytes(meta) for meta in tensors]
     staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
+    protocol = choose_protocol(info.protocol, staged, info.world_size, info.segment_nbytes)
     return Plan(
         op=op,
         outputs=outputs,
-        kernel=KernelKey(op, (info.protocol, pack_width(info, tensors))),
-        grid=gather_blocks(staged * info.world_size, info.max_blocks),
+        kernel=KernelKey(op, (protocol, pack_width(info, protocol, tensors))),
+        grid=gather_blocks(protocol, staged, info.world_size, info.max_blocks),
         scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
-        staged_nbytes=staged,
+        staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
-        facts=(info.protocol, *((meta.shape, meta.dtype) for meta in tensors)),
+        facts=(protocol, *((meta.shape, meta.dtype) for meta in tensors)),
     )

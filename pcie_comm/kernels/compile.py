@@ -50,7 +50,16 @@ class CompiledKernel:
     ptx: str = ""
 
 
-DEVICE_MODULES = ("all_gather", "dsl", "primitives", "protocol", "router_kernels", "topk")
+DEVICE_MODULES = (
+    "all_gather",
+    "dsl",
+    "gather_kernels",
+    "primitives",
+    "protocol",
+    "router_kernels",
+    "tagged",
+    "topk",
+)
 """Modules of this package whose text shapes machine code; so do layout and router_spec."""
 
 

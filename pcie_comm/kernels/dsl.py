@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 
+from . import primitives as prim
 from .protocol import LaneArgs
 from .registry import Collective, KernelKey
 
@@ -17,12 +18,15 @@ _compiling = threading.Lock()
 
 def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[bytes, str]:
     """Return cubin and PTX of one kernel. The DSL's tracer is not re-entrant, hence the lock."""
+    prim.set_target(arch)
     kernel = collective.kernel(key)
     block = collective.block
 
     @cute.jit
     def launch(lane: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        kernel(lane, tensors, scalars).launch(grid=(1, 1, 1), block=(block, 1, 1))
+        kernel(lane, tensors, scalars).launch(
+            grid=(1, 1, 1), block=(block, 1, 1), min_blocks_per_mp=1  # or ptxas spills on sm_80
+        )
 
     lane = LaneArgs(Int64(0), Int32(0), Int32(0), Uint32(0))
     tensors = (Int64(0),) * (collective.num_inputs + collective.num_outputs())

@@ -77,6 +77,29 @@ class LoadedKernel:
         self.entry_point = api.cuLaunchKernel
         self.function = api.CUfunction(int(kernel))
 
+    def launch_overlapping(self, arguments: Arguments, grid: int, stream: int) -> None:
+        """Enqueue a launch that may start before its predecessor in the stream has ended.
+
+        The kernel waits for the predecessor itself, before it touches memory (programmatic
+        dependent launch), so only the launch latency overlaps. For captures: the call costs more
+        than a plain launch. The stream's context must be current.
+
+        Raises:
+            CudaError: The launch failed.
+        """
+        api = driver.bindings()
+        attribute = api.CUlaunchAttribute()
+        attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.block, 1, 1
+        config.sharedMemBytes = 0
+        config.hStream = api.CUstream(stream)
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        driver.call("cuLaunchKernelEx", config, self.function, arguments.address, 0)
+
     def resident_blocks(self, multiprocessors: int) -> int:
         """Return how many blocks of this kernel the device holds at once."""
         per_unit = driver.call(

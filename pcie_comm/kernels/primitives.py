@@ -101,6 +101,21 @@ def store_v4(address: Int64, words: tuple[Uint32, ...], *, loc: Any = None, ip: 
     _asm(None, operands, "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r", effects=True, **at)
 
 
+@dsl_user_op
+def load_v2(
+    address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None
+) -> tuple[Uint32, ...]:
+    """Load two words from an 8-byte boundary if `enabled` is not 0, else return zeros. Weak."""
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\nsetp.ne.u32 p, $3, 0;\nmov.u32 $0, 0;\nmov.u32 $1, 0;\n"
+        "@p ld.global.v2.u32 {$0,$1}, [$2];\n}"
+    )
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    value = _asm(_struct(2, 32), operands, text, "=&r,=&r,l,r", effects=True, **at)
+    return _fields(value, 2, Uint32, T.i32(), **at)
+
+
 # --- packs: the unit a gather moves, 16, 4 or 1 bytes, with a predicate instead of a branch ------
 
 _PACK = {16: ("v4.u32", 4), 4: ("u32", 1), 1: ("u8", 1)}
@@ -169,6 +184,100 @@ def load_peer_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
     operands = [Int64(address).ir_value(**at)]
     text = "ld.relaxed.sys.global.u64 $0, [$1];"
     return Uint64(_asm(T.i64(), operands, text, "=l,l", effects=True, **at))
+
+
+# --- tagged units: 8 data bytes and the epoch twice, 16 bytes that arrive as two 8-byte halves ---
+
+UNIT_NBYTES = 16
+UNIT_DATA_NBYTES = 8
+
+
+@dsl_user_op
+def store_unit(
+    address: Int64,
+    data: tuple[Uint32, Uint32],
+    tag: Uint32,
+    enabled: Uint32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Store {data[0], tag, data[1], tag} if `enabled` is not 0. Order: relaxed at system scope.
+
+    Each half is one 64-bit element, so a reader that sees the tag sees the data beside it. Nothing
+    is promised about the two halves together.
+    """
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\n.reg .b64 a;\n.reg .b64 b;\nsetp.ne.u32 p, $4, 0;\n"
+        "mov.b64 a, {$1, $3};\nmov.b64 b, {$2, $3};\n"
+        "@p st.relaxed.sys.global.v2.b64 [$0], {a, b};\n}"
+    )
+    operands = [Int64(address).ir_value(**at)]
+    operands += [Uint32(word).ir_value(**at) for word in (*data, tag, enabled)]
+    _asm(None, operands, text, "l,r,r,r,r", effects=True, **at)
+
+
+@dsl_user_op
+def load_unit(
+    address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None
+) -> tuple[Uint32, ...]:
+    """Return data 0, tag 0, data 1, tag 1 of a unit; zeros if not `enabled`.
+
+    Order: relaxed at system scope; a half whose tag is the awaited epoch is complete.
+    """
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\n.reg .b64 a;\n.reg .b64 b;\nsetp.ne.u32 p, $5, 0;\n"
+        "mov.b64 a, 0;\nmov.b64 b, 0;\n@p ld.relaxed.sys.global.v2.b64 {a, b}, [$4];\n"
+        "mov.b64 {$0, $1}, a;\nmov.b64 {$2, $3}, b;\n}"
+    )
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l,r", effects=True, **at)
+    return _fields(value, 4, Uint32, T.i32(), **at)
+
+
+@dsl_user_op
+def announce(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) -> None:
+    """Raise a flag that publishes nothing but itself. Order: relaxed at system scope."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
+    _asm(None, operands, "st.relaxed.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
+
+
+@dsl_user_op
+def store_v2(
+    address: Int64, words: tuple, enabled: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store two words to an 8-byte boundary if `enabled` is not 0. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    text = "{\n.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.u32 [$0], {$1,$2};\n}"
+    operands = [Int64(address).ir_value(**at)]
+    operands += [Uint32(word).ir_value(**at) for word in (*words, enabled)]
+    _asm(None, operands, text, "l,r,r,r", effects=True, **at)
+
+
+# --- programmatic dependent launch -------------------------------------------------------------
+
+_target = "sm_80"
+
+
+def set_target(arch: str) -> None:
+    """Say for which architecture the next kernel is traced."""
+    global _target
+    _target = arch
+
+
+def follow_predecessor() -> None:
+    """Wait until the launch before this one is complete and visible, then let the next one start.
+
+    Does nothing in a launch without the attribute, and is not there before sm_90. The order of the
+    two matters: a launch that let its successor start before it waited could fill the device with
+    generations that wait for one another.
+    """
+    if int(_target.split("_")[1].rstrip("af")) >= 90:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 # --- flags and control ----------------------------------------------------------------------------
@@ -332,7 +441,17 @@ def bits_float(value: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 def select(condition: Any, chosen: Any, other: Any) -> Any:
     """Return `chosen` where `condition` holds, else `other`; both are evaluated, no branch."""
-    return cutlass.select_(condition, chosen, other)
+    return type(chosen)(cutlass.select_(condition, chosen, other))
+
+
+def divide(dividend: Int32, divisor: Int32) -> Int32:
+    """Return the quotient of two non-negative integers: unsigned, which is half the code."""
+    return Int32(Uint32(dividend) // Uint32(divisor))
+
+
+def maximum(left: Any, right: Any) -> Any:
+    """Return the larger of two integers, no branch."""
+    return select(left < right, right, left)
 
 
 def minimum(left: Any, right: Any) -> Any:

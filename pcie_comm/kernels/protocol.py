@@ -26,8 +26,18 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
-from ..layout import LINE_NBYTES, MAX_BLOCKS, ControlLayout, SlabLayout, StatusLayout
+from ..layout import (
+    LINE_NBYTES,
+    MAX_BLOCKS,
+    MAX_WORLD,
+    NUM_SLOTS,
+    ControlLayout,
+    SlabLayout,
+    StatusLayout,
+)
 from . import primitives as prim
+
+WARP = 32
 
 POLLS_PER_CHECK = 1024
 """Polls between two looks at clock, abort word and poison word; costs nothing measurable."""
@@ -63,6 +73,22 @@ class LaneArgs(NamedTuple):
     signature: Uint32
 
 
+class Wait(NamedTuple):
+    """How a bounded wait ended: `code` 0, or a StatusLayout code with its facts.
+
+    Attributes:
+        code: 0 if the wait succeeded.
+        peer: Rank that was awaited.
+        seen: Flag that was seen last.
+        elapsed: Nanoseconds.
+    """
+
+    code: Uint32
+    peer: Int32
+    seen: Uint64
+    elapsed: Int64
+
+
 class Lane(DeviceObject):
     """One block's view of its channel during one launch.
 
@@ -71,10 +97,13 @@ class Lane(DeviceObject):
         epoch, slot: Of this launch.
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
-        slot_offset: Offset of this launch's slot in every slab.
+        slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
+        table: Lane r holds the address of rank r's slab.
+        own: Address of the own slab.
     """
 
-    def __init__(self, args: LaneArgs, threads: int) -> None:
+    def __init__(self, args: LaneArgs, threads: int, tagged: bool = False) -> None:
+        prim.follow_predecessor()
         self.control = args.control
         self.rank = args.rank
         self.world_size = args.world_size
@@ -83,20 +112,32 @@ class Lane(DeviceObject):
         self.thread = cute.arch.thread_idx()[0]
         self.block = cute.arch.block_idx()[0]
         self.grid = cute.arch.grid_dim()[0]
+        self.lane = cute.arch.lane_idx()
+        self.table = self.peer(self.lane & Int32(MAX_WORLD - 1))
+        self.own = self.peer(self.rank)
         poison, slot_nbytes, segment_nbytes, _ = prim.load_v4(self.control)
-        self.last_epoch = prim.load_u32(self._epoch_address(self.block))
-        self.epoch = self.last_epoch + Uint32(1)
+        last_epoch = prim.load_u32(self._epoch_address(self.block))
+        follower = last_epoch + Uint32(1)
+        self.epoch = prim.select(follower == Uint32(0), Uint32(2), follower)
         self.slot = Int32(self.epoch & Uint32(1))
         self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
-        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(self.slot) * Int64(slot_nbytes)
+        place = self.slot + Int32(NUM_SLOTS if tagged else 0)
+        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(place) * Int64(slot_nbytes)
+        self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
     def _epoch_address(self, block: Int32) -> Int64:
         return self.control + Int64(ControlLayout.EPOCHS) + Int64(block) * 4
 
     def peer(self, rank: Int32) -> Int64:
-        """Return the address of rank `rank`'s slab as this rank sees it."""
+        """Return the address of rank `rank`'s slab as this rank sees it, from memory."""
         return prim.load_u64(self.control + Int64(ControlLayout.PEERS) + Int64(rank) * 8)
+
+    def peer_of_lane(self, rank: Int32) -> Int64:
+        """Return the address of a slab, from registers. Participants: a whole warp."""
+        low = cute.arch.shuffle_sync(Int32(self.table), rank)
+        high = cute.arch.shuffle_sync(Int32(self.table >> Int64(32)), rank)
+        return (Int64(high) << Int64(32)) | Int64(Uint32(low))
 
     def _flag_offset(self, writer: Int32) -> Int64:
         row = self.slot * Int32(MAX_BLOCKS) + self.block
@@ -116,76 +157,118 @@ class Lane(DeviceObject):
         Requires: `ok` is 0 in any thread only if the launch must not signal.
         """
         ok = prim.block_all(ok)
-        self._advance_epoch()
+        wait = no_wait()
         if self.thread < self.world_size and self.thread != self.rank:
             if ok != Uint32(0):
-                value = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
-                prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), value)
-                ok = self._wait(self.thread, value)
-        return prim.block_all(ok)
+                prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
+                wait = self.wait_flag(self.thread)
+        return self.conclude(ok, wait)
 
     @cute.jit
-    def _advance_epoch(self) -> None:
-        """Store this launch's epoch; block 0 also does it for blocks this launch does not have.
+    def announce(self) -> None:
+        """Tell every peer which call this is; needs no order with the tagged payload.
 
-        Requires: a block barrier since the epoch was loaded.
+        Participants: every thread of the block.
         """
+        peer = self.thread - Int32(self.threads - WARP)
+        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
+            if self.ok != Uint32(0):
+                prim.announce(self.table + self._flag_offset(self.rank), self.flag)
+
+    @cute.jit
+    def confirm(self) -> Wait:
+        """Wait until every peer announced the same call. The last warp does, a lane per peer.
+
+        Participants: every thread of the block.
+        """
+        wait = no_wait()
+        peer = self.thread - Int32(self.threads - WARP)
+        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
+            if self.ok != Uint32(0):
+                wait = self.wait_flag(peer)
+        return wait
+
+    @cute.jit
+    def conclude(self, ok: Uint32, wait: Wait) -> Uint32:
+        """Return 1 if no wait of the block gave up, else report the first and return 0.
+
+        Advances the epoch. Participants: every thread of the block.
+        """
+        all_ok = prim.block_all(ok & Uint32(wait.code == Uint32(0)))
+        self.give_up(wait)
         if self.thread == Int32(0):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
-        if self.block == Int32(0):
+        if self.block == Int32(0):  # also for the blocks that this launch does not have
             if self.thread >= self.grid and self.thread < Int32(MAX_BLOCKS):
                 prim.store_u32(self._epoch_address(self.thread), self.epoch)
+        return all_ok
 
     @cute.jit
-    def _wait(self, peer: Int32, wanted: Uint64) -> Uint32:
-        """Wait until the flag of `peer` equals `wanted`; return 0 if the wait gave up.
+    def wait_flag(self, peer: Int32) -> Wait:
+        """Wait until `peer` raised this call's flag. Participants: one thread.
 
-        Participants: one thread. Order: acquire at system scope.
+        Order: acquire at system scope.
         """
-        flag = self.peer(self.rank) + self._flag_offset(peer)
-        seen = prim.poll(flag)
-        ok = Uint32(1)
+        address = self.own + self._flag_offset(peer)
+        seen = prim.poll(address)
+        code = Uint32(0)
         polls = Int32(0)
         started = Int64(0)
-        while seen != wanted and ok != Uint32(0):
-            seen = prim.poll(flag)
+        elapsed = Int64(0)
+        while seen != self.flag and code == Uint32(0):
+            seen = prim.poll(address)
             polls += Int32(1)
             if polls == Int32(POLLS_PER_CHECK):
                 polls = Int32(0)
                 now = prim.global_timer()
                 started = prim.select(started == Int64(0), now, started)
-                ok = self._still_hopeful(peer, wanted, seen, now - started)
-        return ok
+                elapsed = now - started
+                code = self.hopeless(elapsed)
+                other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
+                code = prim.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
+        return Wait(code, peer, seen, elapsed)
 
     @cute.jit
-    def _still_hopeful(self, peer: Int32, wanted: Uint64, seen: Uint64, elapsed: Int64) -> Uint32:
-        """Return 0, and report, if waiting on makes no sense. The cold path of `_wait`."""
+    def hopeless(self, elapsed: Int64) -> Uint32:
+        """Return why waiting on makes no sense, or 0. The cold path of every wait."""
         code = Uint32(StatusLayout.CODE_OK)
         if elapsed > prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS)):
             code = Uint32(StatusLayout.CODE_TIMEOUT)
-        same_epoch = Uint32(seen & Uint64(0xFFFFFFFF)) == self.epoch
-        if same_epoch and seen != wanted and seen != Uint64(0):
-            code = Uint32(StatusLayout.CODE_MISMATCH)
         abort = prim.load_u64(self.control + Int64(ControlLayout.ABORT))
         if prim.load_host_u32(abort) != Uint32(0):
             code = Uint32(StatusLayout.CODE_ABORTED)
         poison = prim.load_host_u32(self.control + Int64(ControlLayout.POISON))
-        if code != Uint32(StatusLayout.CODE_OK) and poison == Uint32(0):
-            self._report(code, peer, seen, elapsed)
-        return Uint32((code | poison) == Uint32(0))
+        return prim.select(poison != Uint32(0), poison, code)
 
     @cute.jit
-    def _report(self, code: Uint32, peer: Int32, seen: Uint64, elapsed: Int64) -> None:
+    def give_up(self, wait: Wait) -> None:
+        """Report a wait that did not succeed. Participants: any threads."""
+        if wait.code != Uint32(0):
+            self.report(wait)
+
+    @cute.jit
+    def report(self, wait: Wait) -> None:
         """Poison the channel; the first thread to do so writes the status record, code last."""
-        if prim.claim(self.control + Int64(ControlLayout.POISON), code) == Uint32(0):
+        if prim.claim(self.control + Int64(ControlLayout.POISON), wait.code) == Uint32(0):
             record = prim.load_u64(self.control + Int64(ControlLayout.STATUS))
-            prim.store_u32(record + Int64(StatusLayout.PEER), Uint32(peer))
+            prim.store_u32(record + Int64(StatusLayout.PEER), Uint32(wait.peer))
             prim.store_u32(record + Int64(StatusLayout.EPOCH), self.epoch)
             prim.store_u32(record + Int64(StatusLayout.WANTED_SIGNATURE), self.signature)
-            prim.store_u64(record + Int64(StatusLayout.SEEN_EPOCH), seen)
-            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), Uint64(elapsed))
+            prim.store_u64(record + Int64(StatusLayout.SEEN_EPOCH), wait.seen)
+            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), Uint64(wait.elapsed))
             prim.store_u32(record + Int64(StatusLayout.BLOCK), Uint32(self.block))
-            prim.store_host_u32(record + Int64(StatusLayout.CODE), code)
+            prim.store_host_u32(record + Int64(StatusLayout.CODE), wait.code)
+
+
+def no_wait() -> Wait:
+    """Return the outcome of a wait that a thread does not take part in."""
+    return Wait(Uint32(0), Int32(0), Uint64(0), Int64(0))
+
+
+def merge_waits(first: Wait, second: Wait) -> Wait:
+    """Return the first of two outcomes that gave up, without a branch."""
+    failed = first.code != Uint32(0)
+    return Wait(*(prim.select(failed, a, b) for a, b in zip(first, second, strict=True)))
 
 
 class Staging(DeviceObject):
@@ -229,7 +312,7 @@ class Staging(DeviceObject):
         """Return the address of the segment that rank `peer` staged, readable after `exchange`."""
         lane = self.lane
         if self.push:
-            mine = lane.peer(lane.rank) + lane.slot_offset
+            mine = lane.own + lane.slot_offset
             return mine + Int64(peer) * lane.segment_nbytes
         return lane.peer(peer) + lane.slot_offset
 

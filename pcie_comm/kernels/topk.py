@@ -1,13 +1,15 @@
-"""Device-side selection: the 16 best of 896 experts, exact, as a tree of warp-sized contests.
+"""Device-side selection: the 16 best of 896 experts, exact, as a tree of small contests.
 
-    level 1   16 groups of 56 experts (or 14 of 64, where the world size is a multiple of 7)
-    level 2   4 contests among 4 sorted lists of 16
-    level 3   1 contest among 4 sorted lists of 16
+    level 1   32 half groups of 28 experts: one a warp, one expert a lane, ranked by counting
+    level 2   16 groups: two sorted lists of 16
+    level 3   4 quarters: four sorted lists of 16
+    level 4   the row: four sorted lists of 16
 
-A contest ranks up to 64 candidates in one warp, two per lane: every lane counts how many of the 64
-keys beat its own, reading them from shared memory as broadcasts. The rank is the position in the
-sorted list, so the 16 best are stored without another pass. No serial rounds, no queue that could
-run empty and be refilled with a used expert.
+(28 half groups of 32 and 14 groups where the world size is a multiple of 7.) At level 1 a lane
+counts how many keys of its half group beat its own, reading them from shared memory as broadcasts.
+From level 2 on lists are sorted, so a candidate's rank is its own place plus, per other list, the
+number of keys above it, found in five halving steps. A rank is a place in the sorted result: no
+serial rounds, no queue that could run empty and be refilled with a used expert.
 
 A key is (order-preserving image of the selection score) << 32 | (0xFFFF - id): an integer compare
 is the router contract's order, keys are unique, and 0 is below every real key, so unused places
@@ -26,10 +28,11 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from .protocol import DeviceObject
-from .router_spec import RouterSpec
 
 TOP_K = 16
-CONTEST = 64
+HALF_GROUP = 32
+"""Most experts of a half group: one a lane."""
+
 RECORD_NBYTES = 8
 LIST_NBYTES = TOP_K * RECORD_NBYTES
 VALID = 0x8000_0000
@@ -89,20 +92,43 @@ def read_record(record: Uint64, bias_address: Int32) -> tuple[Uint64, Float32]:
 
 
 @cute.jit
-def contest(keys: Int32, first: Uint64, second: Uint64, candidates: Int32) -> tuple:
-    """Return the ranks of this lane's two candidates among the keys in shared memory.
+def rank_by_counting(keys: Int32, key: Uint64) -> Int32:
+    """Return how many of 32 keys in shared memory beat `key`.
 
-    Participants: a warp. Requires: `keys` points at `candidates` keys, a multiple of 8, stored and
-    seen by the warp; keys other than 0 are unique.
+    Participants: a warp. Requires: all 32 keys are stored and visible to the warp.
     """
-    first_rank = Int32(0)
-    second_rank = Int32(0)
-    for begin in cutlass.range(keys, keys + candidates * Int32(8), 64, unroll=1):
-        for step in cutlass.range_constexpr(4):
-            for key in prim.load_shared_v2_u64(begin + Int32(16 * step)):
-                first_rank += Int32(key > first)
-                second_rank += Int32(key > second)
-    return first_rank, second_rank
+    rank = Int32(0)
+    for begin in cutlass.range(keys, keys + Int32(HALF_GROUP * 8), 128, unroll=1):
+        for step in cutlass.range_constexpr(8):
+            for other in prim.load_shared_v2_u64(begin + Int32(16 * step)):
+                rank += Int32(other > key)
+    return rank
+
+
+@cute.jit
+def rank_in(sorted_keys: Int32, key: Uint64) -> Int32:
+    """Return how many of 16 descending keys in shared memory are above `key`.
+
+    A list fills the 32 banks once, so lanes that look at different places do not conflict.
+    """
+    place = Int32(0)
+    for step in cutlass.range_constexpr(4):
+        stride = 8 >> step
+        other = prim.load_shared_u64(sorted_keys + (place + Int32(stride - 1)) * Int32(8))
+        place += prim.select(other > key, Int32(stride), Int32(0))
+    last = prim.load_shared_u64(sorted_keys + place * Int32(8))
+    return place + Int32(last > key)
+
+
+@cute.jit
+def rank_in_others(keys: Int32, place: Int32, key: Uint64) -> Int32:
+    """Return the rank of the candidate at `place` of four sorted lists of 16 in shared memory."""
+    own = place >> Int32(4)
+    rank = place & Int32(TOP_K - 1)
+    for step in cutlass.range_constexpr(3):
+        other = (own + Int32(step + 1)) & Int32(3)
+        rank += rank_in(keys + other * Int32(TOP_K * 8), key)
+    return rank
 
 
 class SortedList(DeviceObject):
@@ -149,18 +175,3 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
     if lane < Int32(TOP_K):
         prim.store_u32(weights + Int64(place) * 4, prim.float_bits(weight))
         prim.store_u32(ids + Int64(place) * 4, tag & Uint32(0xFFFF))
-
-
-__all__ = [
-    "CONTEST",
-    "LIST_NBYTES",
-    "RECORD_NBYTES",
-    "TOP_K",
-    "RouterSpec",
-    "SortedList",
-    "contest",
-    "emit",
-    "judge",
-    "place_record",
-    "read_record",
-]

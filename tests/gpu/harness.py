@@ -22,7 +22,7 @@ POISON = 0xA5
 FULL_ROUNDS = int(os.environ.get("PCIE_COMM_TEST_ROUNDS", "1000"))
 """Rounds per combination; smaller for a quick look."""
 
-RING = min(FULL_ROUNDS, 50)
+RING = min(FULL_ROUNDS, 100)
 """Rounds in memory at once; they are refreshed and checked ring by ring."""
 
 VLLM = RouterSpec(EXPERTS, TOP_K, numerics="vllm")
@@ -44,18 +44,24 @@ class Batch:
     def __init__(self, op: str, rounds: int, world: int, inputs: Shapes, outputs: Shapes) -> None:
         self.op = op
         self.shared: list[torch.Tensor] = []
-        self.flat_inputs, self.inputs = _ring(rounds, world, inputs)
-        self.flat_outputs, self.outputs = _ring(rounds, world, outputs)
         self.expected: list[torch.Tensor] = []
+        self.shapes = (inputs, outputs)
+        self.rebase(*(_empty((rounds, world, _nbytes(shapes))) for shapes in self.shapes))
+
+    def rebase(self, flat_inputs: torch.Tensor, flat_outputs: torch.Tensor) -> None:
+        """Lie in these buffers, [rounds, world, nbytes], from now on."""
+        self.flat_inputs, self.flat_outputs = flat_inputs, flat_outputs
+        self.inputs = _views(flat_inputs, self.shapes[0])
+        self.outputs = _views(flat_outputs, self.shapes[1])
         self.views = [
             [
                 (
                     [t[index, rank] for t in self.inputs],
                     tuple([t[index, rank] for t in self.outputs]),
                 )
-                for rank in range(world)
+                for rank in range(flat_inputs.shape[1])
             ]
-            for index in range(rounds)
+            for index in range(flat_inputs.shape[0])
         ]
 
     @property
@@ -125,17 +131,28 @@ class KimiBatch(Batch):
         self.expected = [_gathered(self.inputs[0]), weights.view(shape), ids.view(shape)]
 
 
-def _ring(rounds: int, world: int, shapes: Shapes) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=DEVICE)
+
+
+def _places(shapes: Shapes) -> list[int]:
+    """Return where each tensor starts in a buffer, and where the buffer ends."""
     starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // 64) * 64)
-    flat = torch.empty((rounds, world, starts[-1]), dtype=torch.uint8, device=DEVICE)
+    for shape, dtype in shapes:
+        starts.append(starts[-1] + -(-math.prod(shape) * dtype.itemsize // 64) * 64)
+    return starts
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return _places(shapes)[-1]
+
+
+def _views(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     views = []
-    for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False):
-        view = flat[:, :, start : start + size].view(dtype)
-        views.append(view.unflatten(2, shape))
-    return flat, views
+    for start, (shape, dtype) in zip(_places(shapes), shapes, strict=False):
+        size = math.prod(shape) * dtype.itemsize
+        views.append(flat[:, :, start : start + size].view(dtype).unflatten(2, shape))
+    return views
 
 
 def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -208,43 +225,61 @@ def settle(world: LocalWorld) -> None:
 
 
 class Replayed:
-    """One graph per rank with one op per batch; between replays fresh inputs are copied in."""
+    """One graph per rank with one op per batch; one copy in and one out per replay.
+
+    The batches move into buffers of this object, side by side.
+    """
 
     def __init__(self, world: LocalWorld, batches: list[Batch]) -> None:
         self.world, self.batches = world, batches
-        self.graphs, self.static = [], []
+        self.inputs = self._gather([batch.flat_inputs for batch in batches])
+        self.outputs = self._gather([batch.flat_outputs for batch in batches])
+        begin_in = begin_out = 0
+        for batch in batches:
+            end_in = begin_in + batch.flat_inputs.shape[2]
+            end_out = begin_out + batch.flat_outputs.shape[2]
+            batch.rebase(self.inputs[:, :, begin_in:end_in], self.outputs[:, :, begin_out:end_out])
+            begin_in, begin_out = end_in, end_out
         torch.cuda.synchronize()
-        for group, stream in zip(world.groups, world.streams, strict=True):
-            own = [type(b).__new__(type(b)) for b in batches]
-            for mine, batch in zip(own, batches, strict=True):
-                mine.__dict__.update(batch.__dict__)
-                mine.flat_inputs, mine.inputs = _like(batch.flat_inputs, batch.inputs)
-                mine.flat_outputs, mine.outputs = _like(batch.flat_outputs, batch.outputs)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for mine in own:
-                    inputs = [tensor[0, 0] for tensor in mine.inputs]
-                    mine.enqueue(group, inputs, tuple([tensor[0, 0] for tensor in mine.outputs]))
-            self.graphs.append(graph)
-            self.static.append(own)
+        self.graphs = [
+            self._capture(group, stream)
+            for group, stream in zip(world.groups, world.streams, strict=True)
+        ]
+
+    @staticmethod
+    def _gather(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts, dim=2)
+
+    def _capture(self, group: PcieDcpGroup, stream: torch.cuda.Stream) -> tuple:
+        fresh = _empty((1, 1, self.inputs.shape[2]))
+        result = _empty((1, 1, self.outputs.shape[2]))
+        graph = torch.cuda.CUDAGraph()
+        begin_in = begin_out = 0
+        calls = []
+        for batch in self.batches:
+            end_in = begin_in + batch.flat_inputs.shape[2]
+            end_out = begin_out + batch.flat_outputs.shape[2]
+            inputs = _views(fresh[:, :, begin_in:end_in], batch.shapes[0])
+            outputs = _views(result[:, :, begin_out:end_out], batch.shapes[1])
+            calls.append((batch, [t[0, 0] for t in inputs], tuple([t[0, 0] for t in outputs])))
+            begin_in, begin_out = end_in, end_out
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for batch, inputs, outputs in calls:
+                batch.enqueue(group, inputs, outputs)
+        return graph, fresh[0, 0], result[0, 0], calls
 
     def run(self) -> None:
         """Replay once per round, back to back."""
         torch.cuda.synchronize()
+        sources = [list(rank.unbind()) for rank in self.inputs.unbind(1)]
+        targets = [list(rank.unbind()) for rank in self.outputs.unbind(1)]
         for index in range(self.batches[0].rounds):
-            for rank, graph in enumerate(self.graphs):
+            for rank, (graph, fresh, result, _) in enumerate(self.graphs):
                 torch.cuda.set_stream(self.world.streams[rank])
-                for batch, mine in zip(self.batches, self.static[rank], strict=True):
-                    mine.flat_inputs[0, 0].copy_(batch.flat_inputs[index, rank])
+                fresh.copy_(sources[rank][index])
                 graph.replay()
-                for batch, mine in zip(self.batches, self.static[rank], strict=True):
-                    batch.flat_outputs[index, rank].copy_(mine.flat_outputs[0, 0])
+                targets[rank][index].copy_(result)
         settle(self.world)
-
-
-def _like(flat: torch.Tensor, views: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    shapes = [(tuple(view.shape[2:]), view.dtype) for view in views]
-    return _ring(1, 1, shapes)
 
 
 def warm_up() -> None:

@@ -18,7 +18,7 @@ def main() -> None:
     bias = torch.randn(896, device="cuda")
     for spec in (KIMI_K3, harness.VLLM):
         kimi_topk16(torch.randn(3, 896, device="cuda"), bias, spec=spec)
-    for protocol in ("push", "pull"):
+    for protocol in ("push", "pull", "tagged"):
         with local_world(1, harness.DEVICE, config=Config(protocol=protocol)) as world:
             for width, start in ((224, 0), (222, 2), (221, 1)):  # packs of 16, 4 and 1 byte
                 first = torch.randn(9, width + 2, device="cuda").bfloat16()

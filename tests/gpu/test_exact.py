@@ -13,6 +13,7 @@ from pcie_comm import Config, local_world
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 MEMORIES = {"VRAM": "cuda_local", "pinned host": "host_pinned"}
+PROTOCOLS = ("push", "pull", "tagged")
 ROWS = (1, 2, 7, 8, 64)
 WORLDS = (1, 2, 3, 4, 8, 16)
 
@@ -24,7 +25,7 @@ def open_world(world_size: int, memory: str, protocol: str):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("protocol", ["push", "pull"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_eager_rounds_are_exact(protocol, memory, world_size, figures):
     started = time.monotonic()
     bad, calls = {}, 0
@@ -56,7 +57,7 @@ def test_eager_rounds_are_exact(protocol, memory, world_size, figures):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("protocol", ["push", "pull"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
     """Graphs of 1, 2 and 3 ops: an odd count is what exposes a frozen slot (B04)."""
     started = time.monotonic()
@@ -95,7 +96,7 @@ def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
 def test_long_run_of_the_fused_op(memory, world_size, figures):
     """B15: a few hundred rounds prove nothing."""
     rounds, bad = 100 * harness.FULL_ROUNDS, 0
-    with open_world(world_size, memory, "push") as world:
+    with open_world(world_size, memory, "auto") as world:
         batch = harness.make_batch("all_gather_pair_kimi_topk", 500, world_size, 1)
         for _ in range(rounds // 500):
             batch.refresh()
@@ -106,9 +107,10 @@ def test_long_run_of_the_fused_op(memory, world_size, figures):
 
 
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
-def test_b09_epoch_wraps(start):
-    """Eager calls and replays go on across both wraps of the counter."""
-    with open_world(4, "VRAM", "push") as world:
+@pytest.mark.parametrize("protocol", ["push", "tagged"])
+def test_b09_epoch_wraps(protocol, start):
+    """Eager calls and replays go on across both wraps of the counter, tags included."""
+    with open_world(4, "VRAM", protocol) as world:
         batch = harness.make_batch("all_gather_pair", 12, 4, 2)
         harness.run_eager(world, batch)
         for group in world.groups:
@@ -124,9 +126,10 @@ def test_b09_epoch_wraps(start):
         assert batch.mismatches() == 0
 
 
-def test_ops_with_different_grids_share_a_channel():
-    """A block that an op does not have must not fall behind in epochs."""
-    with open_world(4, "VRAM", "push") as world:
+@pytest.mark.parametrize("protocol", ["push", "auto"])
+def test_ops_with_different_grids_share_a_channel(protocol):
+    """A block that an op does not have must not fall behind in epochs; protocols may mix."""
+    with open_world(4, "VRAM", protocol) as world:
         batches = [
             harness.make_batch(op, 50, 4, rows) for op in harness.ops_for(4) for rows in (1, 64, 8)
         ]
@@ -140,9 +143,10 @@ def test_ops_with_different_grids_share_a_channel():
         assert [batch.mismatches() for batch in batches] == [0] * len(batches)
 
 
-def test_narrow_packs_are_exact():
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_narrow_packs_are_exact(protocol):
     """B20: misaligned views take a narrower path; ranks may differ in alignment."""
-    with open_world(2, "VRAM", "push") as world:
+    with open_world(2, "VRAM", protocol) as world:
         for shift in (1, 2, 4, 8):
             base = [harness.random_bytes((1, 4 * 97 + 16), torch.bfloat16) for _ in range(2)]
             local = [base[r][0, shift * (r + 1) :][: 4 * 96].view(4, 96) for r in range(2)]
@@ -157,8 +161,9 @@ def test_narrow_packs_are_exact():
                 )
 
 
-def test_row_strides_are_honoured():
-    with open_world(2, "VRAM", "pull") as world:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_row_strides_are_honoured(protocol):
+    with open_world(2, "VRAM", protocol) as world:
         wide = [harness.random_bytes((5, 64), torch.float16) for _ in range(2)]
         heads = [harness.random_bytes((5, 6, 32), torch.bfloat16) for _ in range(2)]
         results = world.run(

@@ -40,14 +40,21 @@ def mps(tmp_path_factory):
     time.sleep(1)
 
 
-def exchange(rank: int, world_size: int, transport: str, rounds: int) -> dict[str, object]:
-    """Run every op; return mismatches and what is left after close."""
+def exchange(rank: int, world_size: int, rounds: int) -> list[dict[str, object]]:
+    """Run every op over both transports; return mismatches and what is left after close."""
+    import torch
+
+    torch.cuda.set_device(0)
+    harness.warm_up()
+    return [exchange_over(name, rank, world_size, rounds) for name in ("cuda_ipc", "host_pinned")]
+
+
+def exchange_over(transport: str, rank: int, world_size: int, rounds: int) -> dict[str, object]:
+    """Run every op over one transport."""
     import torch
 
     from pcie_comm import Config, PcieDcpGroup
 
-    torch.cuda.set_device(0)
-    harness.warm_up()
     mismatches, started = {}, time.monotonic()
     config = Config(timeout_s=20)
     with PcieDcpGroup(world_size, "cuda:0", transport=transport, config=config) as group:
@@ -98,34 +105,32 @@ def growth_of_groups(world_size: int, transport: str) -> int:
     return free[0] - free[1]
 
 
-def check(world_size: int, transport: str, rounds: int, environment, figures, mps: bool) -> None:
-    results = run_ranks(
-        exchange, world_size, timeout_s=240, args=(transport, rounds), env=environment
-    )
-    figures(
-        world=world_size,
-        transport=transport,
-        mps=mps,
-        rounds=rounds,
-        mismatches=sum(sum(r["mismatches"].values()) for r in results),
-        seconds=max(r["seconds"] for r in results),
-        device_bytes_grown=[r["device_bytes_grown"] for r in results],
-    )
-    for result in results:
-        assert result["transport"] == transport
-        assert not any(result["mismatches"].values())
-        assert result["mapped"] == 0
-        assert result["device_bytes_grown"] < 64 << 20  # a leak would be three slabs of 256 MiB
+def check(world_size: int, environment, figures, mps: bool) -> None:
+    rounds = harness.FULL_ROUNDS
+    by_rank = run_ranks(exchange, world_size, timeout_s=240, args=(rounds,), env=environment)
+    for results in zip(*by_rank, strict=True):
+        figures(
+            world=world_size,
+            transport=results[0]["transport"],
+            mps=mps,
+            rounds=rounds,
+            mismatches=sum(sum(r["mismatches"].values()) for r in results),
+            seconds=max(r["seconds"] for r in results),
+            device_bytes_grown=[r["device_bytes_grown"] for r in results],
+        )
+        for result in results:
+            assert not any(result["mismatches"].values())
+            assert result["mapped"] == 0
+            assert result["device_bytes_grown"] < 64 << 20  # a leak would be three slabs
+    assert [r["transport"] for r in by_rank[0]] == ["cuda_ipc", "host_pinned"]
     assert not list(Path("/dev/shm").glob("pcie_comm.*"))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
-def test_processes_under_mps(transport, world_size, mps, figures):
-    check(world_size, transport, harness.FULL_ROUNDS, mps, figures, True)
+def test_processes_under_mps(world_size, mps, figures):
+    check(world_size, mps, figures, True)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "host_pinned"])
-def test_processes_without_mps(transport, figures):
+def test_processes_without_mps(figures):
     """Time slices: a handshake takes milliseconds, and must still be right."""
-    check(2, transport, harness.FULL_ROUNDS, FEW_QUEUES, figures, False)
+    check(2, FEW_QUEUES, figures, False)

@@ -31,7 +31,9 @@ def test_kernels_are_clean(tool, figures):
     )
     output = done.stdout + done.stderr
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
-    figures(tool=tool, summary=summary, kernels=re.findall(r"^(?:push|pull) \d+", output, re.M))
+    figures(
+        tool=tool, summary=summary, kernels=re.findall(r"^(?:push|pull|tagged) \d+", output, re.M)
+    )
     assert done.returncode == 0, output[-3000:]
     assert summary, output[-3000:]
     assert re.search(r"SUMMARY: 0 (errors|hazards)", summary[-1]), output[-3000:]
