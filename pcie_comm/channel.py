@@ -91,7 +91,7 @@ class Collectives:
         """Run a plugin, registered or not.
 
         Collective, on the current stream, capturable after `prepare`. Rows 0 on every rank is
-        legal: empty outputs, no launch.
+        legal.
 
         Args:
             collective: The plugin.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,21 @@ from .errors import InvalidArgumentError
 
 PROTOCOLS = ("auto", "pull", "push", "tagged")
 
-DEFAULTS = {
+
+def switch(text: str) -> bool:
+    """Read what a variable says that is on or off."""
+    if text not in ("0", "1"):
+        raise ValueError("neither 0 nor 1")
+    return text == "1"
+
+
+DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "timeout_s": ("PCIE_COMM_TIMEOUT_S", float, 30.0),
     "setup_timeout_s": ("PCIE_COMM_SETUP_TIMEOUT_S", float, 60.0),
     "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int, 4 << 20),
     "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
     "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
-    "overlap": ("PCIE_COMM_OVERLAP", lambda text: text != "0", True),
+    "overlap": ("PCIE_COMM_OVERLAP", switch, True),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
 }
@@ -35,7 +44,7 @@ def _default(name: str) -> Any:
         return kind(text)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"{variable}={text!r} is not a valid {kind.__name__}; mend or unset it"
+            f"{variable}={text!r} is not a valid {kind.__name__} ({error}); mend or unset it"
         ) from error
 
 
@@ -112,6 +121,9 @@ class Config:
             raise _unusable("max_rows", self.max_rows, "give 1 to 65536 rows")
         if self.protocol not in PROTOCOLS:
             raise _unusable("protocol", self.protocol, f"choose one of {', '.join(PROTOCOLS)}")
+        switched: object = self.overlap
+        if not isinstance(switched, bool):
+            raise _unusable("overlap", switched, "give True or False")
         if self.kernels_dir is not None:
             object.__setattr__(self, "kernels_dir", _folder("kernels_dir", self.kernels_dir))
         object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))

@@ -24,6 +24,7 @@ FROM_ENVIRONMENT = {
     "slot_nbytes": ("8192", 8192),
     "max_rows": ("256", 256),
     "protocol": ("pull", "pull"),
+    "overlap": ("0", False),
     "kernels_dir": ("some/kernels", Path("some/kernels")),
     "cache_dir": ("some/cache", Path("some/cache")),
 }
@@ -43,6 +44,7 @@ def test_defaults():
         slot_nbytes=4 << 20,
         max_rows=64,
         protocol="auto",
+        overlap=True,
         kernels_dir=None,
         cache_dir=Path("xdg/pcie_comm"),
     )
@@ -100,6 +102,7 @@ def test_a_given_field_is_not_read_from_the_environment(monkeypatch):
         ("PCIE_COMM_MAX_ROWS", "1.5", "'1.5'"),
         ("PCIE_COMM_MAX_ROWS", "0", "0"),
         ("PCIE_COMM_PROTOCOL", "gossip", "'gossip'"),
+        ("PCIE_COMM_OVERLAP", "off", "'off'"),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypatch):
@@ -131,7 +134,10 @@ def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypat
         ("max_rows", 8.0),
         ("max_rows", True),
         ("max_rows", None),
-        ("protocol", "tagged"),
+        ("protocol", "gossip"),
+        ("overlap", 0),
+        ("overlap", "0"),
+        ("overlap", None),
         ("protocol", None),
         ("protocol", ["push"]),
         ("kernels_dir", 5),
@@ -151,7 +157,8 @@ def test_a_bad_value_is_named(field, value):
         ("timeout_s", (1e-3, 1, 86_400)),
         ("slot_nbytes", (4096, 1 << 30)),
         ("max_rows", (1, 65_536)),
-        ("protocol", ("auto", "pull", "push")),
+        ("protocol", ("auto", "pull", "push", "tagged")),
+        ("overlap", (True, False)),
     ],
 )
 def test_the_ends_of_the_ranges_are_usable(field, values):
@@ -175,7 +182,7 @@ def test_the_contract_holds_what_ranks_must_share():
     contract = Config(max_rows=8, kernels_dir="mine").contract()
     assert tuple(contract) == SHARED
     assert contract["max_rows"] == 8
-    assert not {"kernels_dir", "cache_dir"} & set(contract)
+    assert not {"overlap", "kernels_dir", "cache_dir"} & set(contract)
 
 
 # --- what a launcher says ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pcie_comm import PcieDcpGroup, host_engine, local_world
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-@pytest.mark.parametrize("protocol", ["push", "pull"])
+@pytest.mark.parametrize("protocol", ["push", "pull", "auto"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_every_operation_is_exact_on_every_rank(world_size, protocol):
     config = small(protocol=protocol, slot_nbytes=1 << 20)

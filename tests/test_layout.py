@@ -38,7 +38,7 @@ layouts = st.builds(
 
 
 def slab_regions(layout: SlabLayout) -> Iterator[Region]:
-    """Everything that somebody writes in a slab under push: the finest division there is."""
+    """Everything that somebody writes in a slab under push or tagged push: the finest division."""
     yield 0, layout.HEADER_NBYTES, "header"
     for slot in range(NUM_SLOTS):
         for block in range(MAX_BLOCKS):
@@ -48,6 +48,8 @@ def slab_regions(layout: SlabLayout) -> Iterator[Region]:
         for writer in range(layout.world_size):
             offset = layout.segment_offset(slot, writer)
             yield offset, layout.segment_nbytes, f"segment {slot} {writer}"
+            offset = layout.tagged_slot_offset(slot) + writer * layout.segment_nbytes
+            yield offset, layout.segment_nbytes, f"tagged segment {slot} {writer}"
 
 
 def overlaps(regions: Sequence[Region], nbytes: int) -> list[str]:
@@ -76,6 +78,7 @@ def test_header_flags_and_segments_are_disjoint_and_inside(layout):
 def test_offsets_are_aligned(layout):
     for slot in range(NUM_SLOTS):
         assert layout.slot_offset(slot) % LINE_NBYTES == 0
+        assert layout.tagged_slot_offset(slot) % LINE_NBYTES == 0
         for writer in range(layout.world_size):
             assert layout.segment_offset(slot, writer) % LINE_NBYTES == 0
         for block in range(MAX_BLOCKS):
@@ -97,7 +100,8 @@ def test_segments_of_a_slot_stay_in_it(layout):
     wasted = layout.slot_nbytes - layout.world_size * layout.segment_nbytes
     assert wasted < layout.world_size * LINE_NBYTES
     assert layout.slot_offset(1) == layout.slot_offset(0) + layout.slot_nbytes
-    assert layout.nbytes == layout.slot_offset(1) + layout.slot_nbytes
+    assert layout.tagged_slot_offset(0) == layout.slot_offset(1) + layout.slot_nbytes
+    assert layout.nbytes == layout.tagged_slot_offset(1) + layout.slot_nbytes
 
 
 def test_exact_offsets():
@@ -110,7 +114,8 @@ def test_exact_offsets():
     assert layout.slot_offset(0) == 8320
     assert layout.segment_nbytes == 512 << 10
     assert layout.segment_offset(1, 3) == 8320 + (4 << 20) + 3 * (512 << 10)
-    assert layout.nbytes == 8320 + (8 << 20)
+    assert layout.tagged_slot_offset(1) == 8320 + (12 << 20)
+    assert layout.nbytes == 8320 + (16 << 20)
     assert SlabLayout(4096, 16).segment_nbytes == 256
     assert SlabLayout(4096, 3).segment_nbytes == 1280
 
@@ -129,7 +134,7 @@ class ShortSlab(SlabLayout):
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [(ShortFlagRows, "flag 0 0 8 overlaps flag 0 1 0"), (ShortSlab, "segment 1 3")],
+    [(ShortFlagRows, "flag 0 0 8 overlaps flag 0 1 0"), (ShortSlab, "tagged segment 1 3")],
 )
 def test_the_checker_finds_a_wrong_layout(kind, fault):
     layout = kind(4096 * 4, 4)
@@ -176,11 +181,15 @@ def test_align_up_is_the_next_multiple(nbytes, alignment):
 # --- epochs, slots, flags ------------------------------------------------------------------------
 
 
-def slots_from(selector: Callable[[int], int], start: int, calls: int = 6) -> list[int]:
-    """The slots of the next calls after `start` of them."""
+def slots_from(
+    start: int,
+    selector: Callable[[int], int] = slot_of,
+    advance: Callable[[int], int] = next_epoch,
+) -> list[int]:
+    """The slots of the six calls after epoch `start`."""
     epoch, slots = start & EPOCH_MASK, []
-    for _ in range(calls):
-        epoch = next_epoch(epoch)
+    for _ in range(6):
+        epoch = advance(epoch)
         slots.append(selector(epoch))
     return slots
 
@@ -191,33 +200,36 @@ def signed_remainder(epoch: int) -> int:
     return -(-signed % 2) if signed < 0 else signed % 2
 
 
-@pytest.mark.parametrize("start", [0, 2**31 - 2, 2**31 - 1, 2**32 - 2, 2**32 - 1])
+@pytest.mark.parametrize("start", [0, 2**31 - 2, 2**31 - 1, 2**32 - 3, 2**32 - 2, 2**32 - 1])
 def test_b09_slots_alternate_across_the_wrap(start):
     first = (start + 1) % 2
-    assert slots_from(slot_of, start) == [first, 1 - first] * 3
+    assert slots_from(start) == [first, 1 - first] * 3
 
 
-@pytest.mark.parametrize(("start", "bad"), [(2**31 - 2, -1), (2**32 - 4, -1)])
-def test_b09_a_signed_selector_is_caught(start, bad):
-    assert bad in slots_from(signed_remainder, start)
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 4])
+def test_b09_a_signed_selector_is_caught(start):
+    assert -1 in slots_from(start, selector=signed_remainder)
 
 
-def test_b09_an_odd_number_of_slots_would_break_at_the_wrap():
-    slots = slots_from(lambda epoch: epoch % 3, 2**32 - 3)
+@pytest.mark.parametrize("lowest", [1, 3])
+def test_b09_a_wrap_to_an_odd_epoch_is_caught(lowest):
+    slots = slots_from(2**32 - 3, advance=lambda epoch: (epoch + 1) & EPOCH_MASK or lowest)
     assert any(left == right for left, right in itertools.pairwise(slots))
 
 
 @given(epochs)
-def test_epochs_stay_in_32_bits(epoch):
+def test_epochs_stay_in_32_bits_and_are_never_0(epoch):
+    """0 is what fresh memory holds, where a flag or a tag will be."""
     after = next_epoch(epoch)
-    assert 0 <= after <= EPOCH_MASK
-    assert (after - epoch) % (1 << 32) == 1
+    assert 1 <= after <= EPOCH_MASK
     assert slot_of(after) == 1 - slot_of(epoch)
+    assert after == epoch + 1 or (epoch, after) == (EPOCH_MASK, 2)
 
 
-def test_the_counter_wraps_to_zero():
+def test_the_counter_wraps():
     assert next_epoch(2**31 - 1) == 2**31
-    assert next_epoch(2**32 - 1) == 0
+    assert next_epoch(2**32 - 2) == 2**32 - 1
+    assert next_epoch(2**32 - 1) == 2
 
 
 @given(epochs, signatures, epochs, signatures)

@@ -41,31 +41,87 @@ def test_transport(requested, on_gpu, one_process, peers_reachable, chosen):
     assert reason
 
 
+LIMIT = policy.TAGGED_LIMIT_NBYTES
+
+
 @pytest.mark.parametrize(
-    ("requested", "chosen"), [("auto", "push"), ("push", "push"), ("pull", "pull")]
+    ("requested", "staged", "world", "segment", "chosen"),
+    [
+        ("push", 64, 2, 4096, "push"),
+        ("push", 1 << 20, 2, 4096, "push"),
+        ("pull", 64, 2, 4096, "pull"),
+        ("pull", 1 << 20, 2, 4096, "pull"),
+        ("auto", 0, 2, 4096, "tagged"),
+        ("auto", 2048, 2, 4096, "tagged"),
+        ("auto", 2049, 2, 4096, "push"),
+        ("auto", LIMIT // 8, 8, 1 << 20, "tagged"),
+        ("auto", LIMIT // 8 + 16, 8, 1 << 20, "push"),
+        ("tagged", LIMIT, 8, 1 << 20, "tagged"),
+        ("tagged", 2048, 2, 4096, "tagged"),
+        ("tagged", 2049, 2, 4096, "push"),
+    ],
 )
-def test_protocol(requested, chosen):
-    for transport in ("host_shm", "host_pinned", "cuda_local", "cuda_ipc"):
-        assert policy.choose_protocol(requested, transport) == chosen
+def test_protocol(requested, staged, world, segment, chosen):
+    """Units are twice as large as their data, so tagged push needs twice the room."""
+    assert policy.choose_protocol(requested, staged, world, segment) == chosen
 
 
-@given(payloads, payloads, st.integers(1, MAX_BLOCKS))
-def test_a_gather_grid_is_bounded_and_grows_with_the_payload(nbytes, more, limit):
-    grid = policy.gather_blocks(nbytes, limit)
+@given(
+    st.sampled_from(["auto", "push", "pull", "tagged"]),
+    payloads,
+    st.integers(1, MAX_WORLD),
+    st.integers(256, 1 << 26),
+)
+def test_a_protocol_is_one_that_was_prepared_and_fits(requested, staged, world, segment):
+    chosen = policy.choose_protocol(requested, staged, world, segment)
+    assert chosen in policy.protocols_of(requested)
+    assert chosen != "tagged" or 2 * staged <= segment
+    if requested != "auto":
+        assert chosen == requested or (requested, chosen) == ("tagged", "push")
+
+
+@given(
+    st.sampled_from(["push", "pull", "tagged"]),
+    payloads,
+    payloads,
+    st.integers(1, MAX_WORLD),
+    st.integers(1, MAX_BLOCKS),
+)
+def test_a_gather_grid_is_bounded_and_grows_with_the_payload(protocol, staged, more, world, limit):
+    grid = policy.gather_blocks(protocol, staged, world, limit)
     assert 1 <= grid <= limit
-    assert grid <= policy.gather_blocks(nbytes + more, limit)
+    assert grid <= policy.gather_blocks(protocol, staged + more, world, limit)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "grid"), [(0, 1), (1, 1), (8192, 1), (8193, 2), (65_536, 8), (1 << 30, 32)]
+    ("protocol", "staged", "world", "grid"),
+    [
+        ("push", 0, 4, 1),
+        ("push", 2048, 4, 1),
+        ("pull", 2049, 4, 2),
+        ("push", 16_384, 4, 8),
+        ("push", 1 << 30, 4, 32),
+        ("tagged", 0, 4, 1),
+        ("tagged", 1 << 20, 1, 1),
+        ("tagged", 1024, 3, 1),
+        ("tagged", 1025, 3, 2),
+        ("tagged", 8192, 8, 28),
+        ("tagged", 8192, 16, 32),
+    ],
 )
-def test_exact_gather_grids(nbytes, grid):
-    assert policy.gather_blocks(nbytes, 32) == grid
+def test_exact_gather_grids(protocol, staged, world, grid):
+    assert policy.gather_blocks(protocol, staged, world, 32) == grid
 
 
-@given(st.integers(0, 65_536), payloads, grids)
-def test_a_fused_grid_has_both_kinds_and_fits(rows, nbytes, limit):
-    router, gather = policy.split_fused_grid(rows, nbytes, limit)
+@given(
+    st.sampled_from(["push", "pull", "tagged"]),
+    st.integers(0, 65_536),
+    payloads,
+    st.integers(1, MAX_WORLD),
+    grids,
+)
+def test_a_fused_grid_has_both_kinds_and_fits(protocol, rows, nbytes, world, limit):
+    router, gather = policy.split_fused_grid(protocol, rows, nbytes, world, limit)
     assert router >= 1
     assert gather >= 1
     assert router + gather <= limit
@@ -141,7 +197,7 @@ def metas(shapes, draw):
 
 
 @settings(deadline=None, max_examples=200)
-@given(calls(), st.sampled_from(["push", "pull"]), grids, st.data())
+@given(calls(), st.sampled_from(["push", "pull", "tagged", "auto"]), grids, st.data())
 def test_all_ranks_plan_the_same_call(call, protocol, max_blocks, data):
     """Ranks may differ in alignment and strides: only the kernel's pack width depends on them."""
     op, world, shapes = call
