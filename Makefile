@@ -58,7 +58,7 @@ gpu-test: ## the GPU tests, with a report in JSON
 	fi; \
 	mkdir -p "$(dir $(REPORT))"; \
 	echo "$$python tools/gpu_test.py --out $(REPORT)"; \
-	"$$python" tools/gpu_test.py --out "$(REPORT)"
+	"$$python" tools/gpu_test.py --out "$(REPORT)" $(GPU_TEST_ARGS)
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \

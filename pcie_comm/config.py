@@ -85,7 +85,7 @@ class Config:
             PCIE_COMM_TIMEOUT_S.
         setup_timeout_s: Longest wait of a constructor for its peers, in seconds; 60,
             PCIE_COMM_SETUP_TIMEOUT_S.
-        slot_nbytes: Bytes that all ranks together may gather in one call; two such slots lie in
+        slot_nbytes: Bytes that all ranks together may gather in one call; four such slots lie in
             every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
         max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.

@@ -57,8 +57,11 @@ def test_b17_cold_capture_is_refused_and_named():
         assert batch.mismatches() == 0
 
 
-def test_eager_calls_and_replays_mix():
-    with local_world(4, harness.DEVICE, config=Config(timeout_s=5)) as world:
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("protocol", ["tagged", "push"])
+def test_eager_calls_and_replays_mix(protocol, overlap):
+    config = Config(timeout_s=5, protocol=protocol, overlap=overlap)
+    with local_world(4, harness.DEVICE, config=config) as world:
         for group in world.groups:
             group.prepare("all_gather_pair")
         eager = harness.make_batch("all_gather_pair", 40, 4, 3)
