@@ -26,13 +26,13 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "slot_nbytes": ("PCIE_COMM_SLOT_NBYTES", int, 4 << 20),
     "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
     "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
-    "overlap": ("PCIE_COMM_OVERLAP", switch, True),
+    "overlap": ("PCIE_COMM_OVERLAP", switch, False),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
 }
 """Per field of Config: the variable that sets its default, its type, and the default without it."""
 
-SHARED = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol")
+SHARED = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol", "overlap")
 
 
 def _default(name: str) -> Any:
@@ -78,7 +78,7 @@ def _unusable(name: str, value: object, remedy: str) -> InvalidArgumentError:
 class Config:
     """Settings of a group. What is not given comes from the environment, else from the defaults.
 
-    All ranks must agree on the first five.
+    All ranks must agree on the first six.
 
     Args:
         timeout_s: Longest wait of a launch for its peers, in seconds of wall time; 30 by default,
@@ -89,8 +89,8 @@ class Config:
             every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
         max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
-        overlap: Let a captured launch start while its predecessor ends, from sm_90 on; True,
-            PCIE_COMM_OVERLAP=0 for False. Ranks may differ in it.
+        overlap: Let a captured launch be dispatched while its predecessor ends, from sm_90 on;
+            False, PCIE_COMM_OVERLAP=1 for True.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.

@@ -173,6 +173,7 @@ class PcieDcpGroup(Collectives):
         self._max_blocks = resident_budget(
             [f.multiprocessors or MAX_BLOCKS * self.world_size for f in facts],
             [sharers[d] for d in devices],
+            self.config.overlap,
             MAX_BLOCKS,
         )
         self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)

@@ -84,16 +84,24 @@ def choose_transport(
     return "cuda_ipc", "one process per rank, peer access"
 
 
-def resident_budget(multiprocessors: Sequence[int], sharers: Sequence[int], limit: int) -> int:
+def resident_budget(
+    multiprocessors: Sequence[int], sharers: Sequence[int], overlap: bool, limit: int
+) -> int:
     """Return the largest grid that is resident on every rank's device at once.
 
     One block per multiprocessor is counted, whatever the kernel's occupancy: ranks that share a
-    device divide it, and room is left for the user's own kernels.
+    device divide it, and room is left for the user's own kernels. With overlapping launches a rank
+    may hold places for two: the launch that runs, and the next one, which waits for it. On a shared
+    device the next one could take the place that a peer needs, so both are counted there.
 
     Args:
         multiprocessors: Per rank, of its device.
         sharers: Per rank, how many ranks of the group use its device.
+        overlap: Whether launches may overlap.
         limit: Largest grid the channel has flags for.
     """
-    shares = (count // users for count, users in zip(multiprocessors, sharers, strict=True))
+    shares = (
+        count // (users * 2 if overlap and users > 1 else users)
+        for count, users in zip(multiprocessors, sharers, strict=True)
+    )
     return max(2, min(limit, *shares))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import leaks
 import pytest
 import torch
 from launcher import run_threads
@@ -25,10 +27,19 @@ from pcie_comm import (
     local_world,
 )
 from pcie_comm.bootstrap import ThreadBootstrap
+from pcie_comm.transport import load
+from pcie_comm.transport.base import TransportInfo
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def impatient(groups):
+    """Shorten how long groups that exist wait for their peers to close."""
+    for group in groups:
+        group.config = dataclasses.replace(group.config, setup_timeout_s=0.2)
+    return groups
 
 
 def test_a_closed_group_refuses_everything_by_one_error():
@@ -69,7 +80,7 @@ def test_leaving_the_block_by_an_exception_closes_and_lets_it_pass():
 
 
 def test_an_exception_is_not_hidden_by_a_peer_that_does_not_close():
-    groups = build_each([{"config": small(setup_timeout_s=0.3)}] * 2)
+    groups = impatient(build_each([{}] * 2))
     with pytest.raises(LookupError, match="mine"), groups[0]:
         raise LookupError("mine")
     with pytest.raises(PeerTimeoutError):
@@ -78,7 +89,7 @@ def test_an_exception_is_not_hidden_by_a_peer_that_does_not_close():
 
 
 def test_close_without_the_peers_says_so_and_keeps_the_slabs():
-    groups = build_each([{"config": small(setup_timeout_s=0.3)}] * 2)
+    groups = impatient(build_each([{}] * 2))
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError):
         groups[0].close()
@@ -105,13 +116,14 @@ class Recorded(ThreadBootstrap):
 def test_b32_a_finaliser_talks_to_nobody_and_warns(monkeypatch):
     """An explicit close of the other rank then says that this one did not come."""
     ends = Recorded.create(2)
-    config = small(setup_timeout_s=0.3)
-    groups = run_threads(lambda r: PcieDcpGroup.from_bootstrap(ends[r], "cpu", config=config), 2)
+    groups = impatient(
+        run_threads(lambda r: PcieDcpGroup.from_bootstrap(ends[r], "cpu", config=small()), 2)
+    )
     before = Recorded.exchanges
     started = time.monotonic()
     with pytest.warns(CommWarning, match=r"rank=1 .* was never closed"):
         groups.pop()
-    assert time.monotonic() - started < 0.3
+    assert time.monotonic() - started < 0.2
     assert Recorded.exchanges == before
     assert own_files() == []
     assert len(own_mappings()) == 4, "kept for the peer that may still address it"
@@ -181,3 +193,17 @@ def test_b32_a_process_ends_without_close():
         assert out.splitlines() == ["timed out", *(["end"] if code == 0 else [])]
         assert "Exception ignored" not in err
         assert list(Path("/dev/shm").glob(f"pcie_comm.{process.pid}.*")) == []
+
+
+def test_the_leak_check_notices_a_file_and_a_mapping():
+    """Negative control of what most tests of groups end with."""
+    transport = load("host_shm")(TransportInfo(0, 1))
+    before = own_mappings()
+    transport.allocate(20_000)
+    with pytest.raises(AssertionError):
+        leaks.assert_none(before)
+    transport.seal()
+    with pytest.raises(AssertionError):
+        leaks.assert_none(before)
+    transport.free()
+    leaks.assert_none(before)

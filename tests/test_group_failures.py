@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from launcher import run_threads
 from leaks import own_files, own_mappings
-from worlds import build_each, close_each, on_each, pair_of, small
+from worlds import Held, build_each, close_each, hook_waits, on_each, pair_of, small
 
 from pcie_comm import (
     InvalidArgumentError,
@@ -249,17 +250,14 @@ def test_b28_kimi_says_why_it_does_not_serve_a_world(world_size):
 # --- B29: order of the set-up --------------------------------------------------------------------
 
 
-def late_rank_1(monkeypatch, delay_s: float, *, clear: bool) -> None:
-    """Delay rank 1 between the end of the exchange and its first call; clear its flags there."""
+def late_rank_1(monkeypatch, delay: Callable[[HostShmTransport], None]) -> None:
+    """Call `delay` on rank 1 between the end of the exchange and its first call."""
     seal = HostShmTransport.seal
 
     def late(self):
         seal(self)
         if self.info.rank == 1:
-            time.sleep(delay_s)
-            if clear:
-                start, stop = SlabLayout.FLAGS_OFFSET, SlabLayout.SLOTS_OFFSET
-                self._own.view[start:stop] = bytes(stop - start)
+            delay(self)
 
     monkeypatch.setattr(HostShmTransport, "seal", late)
 
@@ -278,7 +276,7 @@ def create_and_call(config) -> list:
 
 
 def test_b29_the_first_call_may_come_while_a_peer_is_still_on_its_way(monkeypatch):
-    late_rank_1(monkeypatch, 0.002, clear=False)
+    late_rank_1(monkeypatch, lambda transport: time.sleep(0.002))
     for _ in range(200):
         assert create_and_call(small(slot_nbytes=4096)) == [[0.0, 1.0]] * 2
     assert own_files() == []
@@ -287,6 +285,14 @@ def test_b29_the_first_call_may_come_while_a_peer_is_still_on_its_way(monkeypatc
 
 def test_b29_clearing_flags_after_the_exchange_would_lose_one(monkeypatch):
     """Negative control: the flag that rank 0 raised at once is gone."""
-    late_rank_1(monkeypatch, 0.05, clear=True)
+    flag_is_up = Held()
+    hook_waits(monkeypatch, before=lambda engine: flag_is_up.open() if engine.rank == 0 else None)
+
+    def clear(transport):
+        flag_is_up.wait()
+        start, stop = SlabLayout.FLAGS_OFFSET, SlabLayout.SLOTS_OFFSET
+        transport._own.view[start:stop] = bytes(stop - start)
+
+    late_rank_1(monkeypatch, clear)
     results = create_and_call(small(timeout_s=0.3, slot_nbytes=4096))
     assert isinstance(results[1], PeerTimeoutError)

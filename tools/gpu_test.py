@@ -23,6 +23,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TEST_LIMIT_S = 450
 TIMED_OUT = 124
+
+PARTS = (
+    ("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"),
+    ("tests/gpu/test_exact.py",),
+    ("tests/gpu/test_router.py",),
+    ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
+    ("tests/transport",),
+)
+"""Test files that run in one process; `check_parts` sees to it that none is left out."""
 LATENCY_LIMIT_S = 80
 
 
@@ -56,25 +65,33 @@ def environment() -> dict[str, Any]:
     }
 
 
-def run_tests(
-    folder: Path, limit_s: float
-) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run the GPU tests; return exit code, outcomes and figures."""
-    junit, figures = folder / "junit.xml", folder / "figures.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "--durations=12",
-        f"--junit-xml={junit}",
-        "-rs",
-    ]
-    variables = {**os.environ, "PCIE_COMM_TEST_FIGURES": str(figures), "PYTHONUNBUFFERED": "1"}
+def check_parts() -> None:
+    """Fail if a test file under tests/gpu is in no part."""
+    listed = {path for paths in PARTS for path in paths}
+    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    if missing := found - listed:
+        raise SystemExit(f"add to PARTS in tools/gpu_test.py: {sorted(missing)}")
+
+
+def run_part(
+    paths: tuple[str, ...], folder: Path, limit_s: float
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run some test files in a process of their own; return exit code and outcomes.
+
+    A fault on the device ends a process's use of it, so it must not end the other parts.
+    """
+    junit = folder / "junit.xml"
+    junit.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-rs", *paths]
+    variables = {
+        **os.environ,
+        "PCIE_COMM_TEST_FIGURES": str(folder / "figures.jsonl"),
+        "PYTHONUNBUFFERED": "1",
+    }
     try:
-        code = subprocess.call(command, cwd=ROOT, env=variables, timeout=limit_s)
+        code = subprocess.call(
+            [*command, f"--junit-xml={junit}"], cwd=ROOT, env=variables, timeout=max(limit_s, 1)
+        )
     except subprocess.TimeoutExpired:
         code = TIMED_OUT
     outcomes = []
@@ -87,6 +104,21 @@ def run_tests(
                 "seconds": float(case.get("time", 0)),
             }
         )
+    return code, outcomes
+
+
+def run_tests(
+    folder: Path, limit_s: float
+) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run all parts; return the first bad exit code, the outcomes and the figures."""
+    deadline = time.monotonic() + limit_s
+    code, outcomes = 0, []
+    for paths in PARTS:
+        part_code, part = run_part(paths, folder, deadline - time.monotonic())
+        print(f"{' '.join(paths)}: exit code {part_code}, {len(part)} tests", flush=True)
+        code = code or part_code
+        outcomes += part
+    figures = folder / "figures.jsonl"
     lines = figures.read_text().splitlines() if figures.exists() else []
     return code, outcomes, [json.loads(line) for line in lines]
 
@@ -108,6 +140,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_report.json")
     parser.add_argument("--limit", type=float, default=TEST_LIMIT_S, help="seconds for the tests")
     arguments = parser.parse_args()
+    check_parts()
     started = time.monotonic()
     report: dict[str, Any] = {"environment": environment()}
     with tempfile.TemporaryDirectory() as name:

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ COLUMNS = (*USAGE, "sass_nbytes", "instructions")
 INSTRUCTION_NBYTES = 16
 DUMP_TIMEOUT_S = 60.0
 
-_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Sass:
 
     Attributes:
         address: Byte in the function.
-        guard: Predicate it depends on, or empty.
+        guard: Predicate it depends on, with `!` if negated, or empty.
         opcode: With its modifiers, for example `LDG.E.64.STRONG.SYS`.
         operands: As printed, split at commas.
     """
@@ -70,13 +71,21 @@ class MachineCode:
     kernel: compiler.CompiledKernel
     dump: str
 
+    @cached_property
+    def code(self) -> list[Sass]:
+        """The instructions, as they stand in memory."""
+        return instructions(self.dump)
+
+    @property
+    def sass_nbytes(self) -> int:
+        """Size of the instructions."""
+        return self.code[-1].address + INSTRUCTION_NBYTES
+
     def numbers(self) -> list[int]:
         """Return what COLUMNS names."""
-        code = instructions(self.dump)
         usage = resources(self.dump)
-        sass_nbytes = code[-1].address + INSTRUCTION_NBYTES
-        count = sum(one.opcode != "NOP" for one in code)
-        return [*(usage[name] for name in USAGE.values()), sass_nbytes, count]
+        count = sum(one.opcode != "NOP" for one in self.code)
+        return [*(usage[name] for name in USAGE.values()), self.sass_nbytes, count]
 
 
 def cuobjdump() -> str | None:

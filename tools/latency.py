@@ -19,6 +19,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "gpu")]
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 OPS, SAMPLES = 64, 21
+CONTENDERS = (("tagged", True), ("tagged", False), ("push", False), ("pull", False))
+"""Protocol, and whether launches overlap."""
+
 MEMORIES = {"VRAM": "cuda_local", "pinned host": "host_pinned"}
 
 
@@ -64,7 +67,9 @@ def caller(batch: Any, groups: Sequence[Any]) -> Callable[[int], object]:
     return lambda rank: batch.call(groups[rank], 0)
 
 
-def measure_world(world_size: int, memory: str, protocol: str) -> list[dict[str, Any]]:
+def measure_world(
+    world_size: int, memory: str, protocol: str, overlap: bool
+) -> list[dict[str, Any]]:
     """Return the latencies of every op at one world size."""
     import harness
     import torch
@@ -72,7 +77,7 @@ def measure_world(world_size: int, memory: str, protocol: str) -> list[dict[str,
     from pcie_comm import Config, local_world
 
     results = []
-    config = Config(protocol=protocol, timeout_s=5)
+    config = Config(protocol=protocol, timeout_s=5, overlap=overlap)
     with local_world(world_size, harness.DEVICE, MEMORIES[memory], config) as world:
         for op in harness.ops_for(world_size):
             for group in world.groups:
@@ -87,7 +92,11 @@ def measure_world(world_size: int, memory: str, protocol: str) -> list[dict[str,
                 for group in world.groups:
                     group.check()
                 facts = {"op": op, "world": world_size, "rows": rows, "memory": memory}
-                facts |= {"protocol": protocol, "correct": batch.mismatches() == 0}
+                facts |= {
+                    "protocol": protocol,
+                    "overlap": overlap,
+                    "correct": batch.mismatches() == 0,
+                }
                 results.append({**facts, **figures})
     return results
 
@@ -125,10 +134,10 @@ def main() -> int:
     harness.warm_up()
     results = measure_router()
     for memory in MEMORIES:
-        for protocol in ("tagged", "push", "pull"):
+        for protocol, overlap in CONTENDERS:
             for world_size in (2, 4, 8, 16):
-                results += measure_world(world_size, memory, protocol)
-    arguments.out.write_text(json.dumps(results, indent=1))
+                results += measure_world(world_size, memory, protocol, overlap)
+                arguments.out.write_text(json.dumps(results, indent=1))
     for result in results:
         print(" ".join(f"{name}={value}" for name, value in result.items()))
     return 0 if all(result.get("correct", True) for result in results) else 1

@@ -25,7 +25,9 @@ def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[b
     @cute.jit
     def launch(lane: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         kernel(lane, tensors, scalars).launch(
-            grid=(1, 1, 1), block=(block, 1, 1), min_blocks_per_mp=1  # or ptxas spills on sm_80
+            grid=(1, 1, 1),
+            block=(block, 1, 1),
+            min_blocks_per_mp=1,  # or ptxas spills on sm_80
         )
 
     lane = LaneArgs(Int64(0), Int32(0), Int32(0), Uint32(0))

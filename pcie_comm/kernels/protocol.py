@@ -186,6 +186,7 @@ class Lane(DeviceObject):
         if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
             if self.ok != Uint32(0):
                 wait = self.wait_flag(peer)
+                self.give_up(wait)  # now: the other threads wait for units that may never come
         return wait
 
     @cute.jit

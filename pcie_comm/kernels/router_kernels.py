@@ -324,7 +324,7 @@ class RouterBlock(DeviceObject):
         local = task >> Int32(2)
         quarter = task - local * Int32(QUARTERS)
         record, present, wait = self._fetch(self.rows.first_row + begin + local, quarter)
-        key, score = read_record(record, self.bias_address)
+        key, score = read_record(record, self.bias_address, self.spec.num_experts)
         key = prim.select(present != Uint32(0), key, Uint64(0))
         place = self.pair.place
         prim.store_shared_u64(self.pair.keys + place * Int32(8), key)

@@ -79,10 +79,13 @@ def judge(logit: Float32, bias: Float32, expert: Int32, numerics: str) -> tuple[
     return make_key(image, expert), score
 
 
-def read_record(record: Uint64, bias_address: Int32) -> tuple[Uint64, Float32]:
-    """Return key and score of a record; `bias_address` is the row of biases in shared memory."""
+def read_record(record: Uint64, bias_address: Int32, num_experts: int) -> tuple[Uint64, Float32]:
+    """Return key and score of a record; `bias_address` is the row of biases in shared memory.
+
+    After a wait that gave up a record may hold anything; the id is kept in range all the same.
+    """
     tag = Uint32(record >> Uint64(32))
-    expert = Int32(tag & Uint32(0xFFFF))
+    expert = prim.minimum(Int32(tag & Uint32(0xFFFF)), Int32(num_experts - 1))
     score = prim.bits_float(Uint32(record))
     bias = prim.bits_float(prim.load_shared_u32(bias_address + expert * Int32(4)))
     valid = (tag & Uint32(VALID)) != Uint32(0)

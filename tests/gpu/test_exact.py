@@ -18,8 +18,8 @@ ROWS = (1, 2, 7, 8, 64)
 WORLDS = (1, 2, 3, 4, 8, 16)
 
 
-def open_world(world_size: int, memory: str, protocol: str):
-    config = Config(protocol=protocol, timeout_s=10)
+def open_world(world_size: int, memory: str, protocol: str, overlap: bool = False):
+    config = Config(protocol=protocol, timeout_s=10, overlap=overlap)
     return local_world(world_size, harness.DEVICE, MEMORIES[memory], config)
 
 
@@ -55,16 +55,17 @@ def test_eager_rounds_are_exact(protocol, memory, world_size, figures):
     assert not bad
 
 
-@pytest.mark.parametrize(
-    ("world_size", "memory"),
-    [(w, memory) for w in (2, 3, 8) for memory in MEMORIES] + [(16, "VRAM")],
-)
+REPLAYED = [(w, memory, False) for w in (2, 3, 8) for memory in MEMORIES]
+REPLAYED += [(16, "VRAM", False), (2, "VRAM", True), (8, "pinned host", True), (16, "VRAM", True)]
+
+
+@pytest.mark.parametrize(("world_size", "memory", "overlap"), REPLAYED)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
+def test_replays_back_to_back_are_exact(protocol, memory, world_size, overlap, figures):
     """Graphs of 1, 2 and 3 ops: an odd count is what exposes a frozen slot (B04)."""
     started = time.monotonic()
     bad, calls = {}, 0
-    with open_world(world_size, memory, protocol) as world:
+    with open_world(world_size, memory, protocol, overlap) as world:
         for op in harness.ops_for(world_size):
             for group in world.groups:
                 group.prepare(op, rows=8)
@@ -85,6 +86,7 @@ def test_replays_back_to_back_are_exact(protocol, memory, world_size, figures):
         protocol=protocol,
         memory=memory,
         world=world_size,
+        overlap=overlap,
         replays=harness.FULL_ROUNDS,
         checked_calls=calls,
         mismatches=sum(bad.values()),

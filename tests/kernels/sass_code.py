@@ -2,40 +2,54 @@
 
 From sm_80 to sm_120a, ptxas 13.4 spells a release as MEMBAR.ALL.SYS, ERRBAR (from Hopper on
 CGAERRBAR too), STG.STRONG.SYS, and an acquire as LDG.STRONG.SYS, CCTL.IVALL, which drops the lines
-of the first-level cache. Arithmetic may stand between them, access to memory may not.
+of the first-level cache. Arithmetic may stand between them, access to memory may not. A wait for
+the predecessor is ACQBULK, the permission for the successor PREEXIT.
+
+A warp that is split may meet a barrier in a helper behind BRA.DIV. There the number of the barrier
+is in a register, in the low bits, threads above them; 0 is the whole block.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
-from machine_code import Instruction, Program, Role, forbidden, order_findings
+from machine_code import Instruction, Kind, Program, Role, State, explore, forbidden
+from order_rules import order_findings
+from sass_values import behind, condition, constant, written
 
 MEMORY = re.compile(
     r"U?LD|U?ST|U?ATOM|U?RED(?!UX)|SU(LD|ST|ATOM|RED)|CCTL|MEMBAR|FENCE|ERRBAR|CGAERRBAR|U?TMA|"
-    r"UBLK|SYNCS|TEX|TLD|TXD|TMML|QSPC|MULTIMEM|ACQ|LTC|DEPBAR|ARRIVES|PREFETCH"
+    r"UBLK|SYNCS|TEX|TLD|TXD|TMML|QSPC|MULTIMEM|ACQ|PREEXIT|LTC|DEPBAR|ARRIVES|PREFETCH"
 )
 LOCAL = re.compile(r"(LDL|STL)\b.*")
-WEAK = r"(LDG|STG)\.E(\.U8|\.64|\.128)?|(LDS|STS)(\.64|\.128)?|(U?LDC|LDCU)(\.64|\.128)?"
-SILENT = re.compile(WEAK)
 CLAIM = "ATOMG.E.CAS.STRONG.GPU"
 FENCE = "MEMBAR.ALL.SYS"
 INVALIDATE = "CCTL.IVALL"
-COMMUNICATING = re.compile(
-    rf"{WEAK}|LDG\.E(\.U8|\.64|\.128)?\.STRONG\.SYS|STG\.E(\.64)?\.STRONG\.SYS"
-    rf"|{re.escape(CLAIM)}|{re.escape(FENCE)}|ERRBAR|CGAERRBAR|{re.escape(INVALIDATE)}"
-)
-MOST_CLAIMS = 2
+SILENT = r"(LDG|STG)\.E(\.U8|\.64|\.128)?|(LDS|STS)(\.64|\.128)?|(U?LDC|LDCU)(\.64|\.128)?"
+STAGED = rf"{SILENT}|LDG\.E(\.U8|\.64|\.128)?\.STRONG\.SYS|STG\.E(\.64)?\.STRONG\.SYS"
+STAGED += rf"|{re.escape(CLAIM)}|{re.escape(FENCE)}|ERRBAR|CGAERRBAR|{re.escape(INVALIDATE)}"
+TAGGED = rf"{STAGED}|STG\.E\.128\.STRONG\.SYS"
+OVERLAPPING = "ACQBULK|PREEXIT"
+ROLES = {"ACQBULK": Role.PREDECESSOR, "PREEXIT": Role.SUCCESSOR, CLAIM: Role.CLAIM}
 MOST_REGISTERS = 255
 MOST_SHARED_NBYTES = 48 * 1024  # static, on every architecture
 BARRIER = re.compile(r"BAR\.(SYNC|RED)\b.*")
 BESIDE_A_FENCE = re.compile(r"ERRBAR|CGAERRBAR|U?LDC.*")
 """What ptxas may put between a fence and its access: nothing that touches global memory."""
 
+NOT_GLOBAL = re.compile(r"(LDS|STS|U?LDC|LDCU|ERRBAR|CGAERRBAR|ACQBULK|PREEXIT)\b.*")
 BRANCH = re.compile(r"BRA\b.*|CALL\.REL\b.*")
 END = re.compile(r"EXIT|RET\b.*|KILL")
-UNKNOWN_JUMP = re.compile(r"(BRX|JMX|JMP|CALL(?!\.REL\b)|BREAK|WARPSYNC\.COLLECTIVE|RTT|BPT)\b.*")
+COLLECTIVE = "WARPSYNC.COLLECTIVE"
+UNKNOWN_JUMP = re.compile(r"(BRX|JMX|JMP|CALL(?!\.REL\b)|BREAK|RTT|BPT)\b.*")
+
+
+def allowed(kind: Kind) -> re.Pattern[str]:
+    """Return the instructions for memory that a kernel of this kind may have."""
+    text = (TAGGED if kind.tagged else STAGED) if kind.communicates else SILENT
+    return re.compile(f"{text}|{OVERLAPPING}" if kind.overlaps else text)
 
 
 def usage_findings(usage: Mapping[str, int]) -> list[str]:
@@ -59,36 +73,65 @@ def _address(one) -> int:
 class Sass:
     """The machine code of one kernel; `code` are the instructions of tools/kernel_report.py."""
 
-    def __init__(self, code: Sequence) -> None:
+    def __init__(self, code: Sequence, kind: Kind) -> None:
         self.code = code
+        self.kind = kind
         self._place = {one.address: place for place, one in enumerate(code)}
+        self._returns = self._find_returns()
+        self._known, _ = explore(self.follow)
 
     def _next_to_a_fence(self, place: int, step: int, fence: str) -> bool:
-        """Whether `fence` is the nearest access to memory in that direction, without a jump."""
+        """Whether `fence` is the nearest access to memory in that direction, without a jump.
+
+        It may depend on the same predicate as the access at `place`.
+        """
+        guard = self.code[place].guard
         place += step
         while 0 <= place < len(self.code):
             one = self.code[place]
             if one.opcode == fence:
-                return not one.guard
+                return one.guard in ("", guard)
             touches = MEMORY.match(one.opcode) and not BESIDE_A_FENCE.fullmatch(one.opcode)
             if touches or BRANCH.fullmatch(one.opcode) or END.fullmatch(one.opcode):
+                return False
+            if guard and guard.lstrip("!") in written(one):
                 return False
             place += step
         return False
 
+    def _is_barrier(self, place: int) -> bool:
+        """Whether all threads of the block meet here: no guard, barrier 0, no number of threads."""
+        one = self.code[place]
+        if not BARRIER.fullmatch(one.opcode) or one.guard:
+            return False
+        numbers = [part for part in one.operands if not re.fullmatch(r"!?U?P[T\d]", part)]
+        state = self._known.get(place, {})
+        return all(constant(part, state) == 0 for part in numbers)
+
     def role(self, place: int) -> Role:
         one = self.code[place]
-        if BARRIER.fullmatch(one.opcode) and not one.guard and one.operands[0] == "0x0":
+        if self._is_barrier(place):
             return Role.BARRIER
-        if one.opcode.startswith("STG.") and self._next_to_a_fence(place, -1, FENCE):
-            sizes = {"STG.E.64.STRONG.SYS": Role.RELEASE, "STG.E.STRONG.SYS": Role.STATUS}
-            return sizes.get(one.opcode, Role.OTHER)
+        if one.opcode in ROLES:
+            return Role.OTHER if one.guard else ROLES[one.opcode]
+        if re.fullmatch(r"STG\..*STRONG\.SYS", one.opcode):
+            return self._strong_store(place)
         if re.fullmatch(r"LDG\..*STRONG\.SYS", one.opcode):
-            acquires = self._next_to_a_fence(place, 1, INVALIDATE)
-            return Role.ACQUIRE if acquires else Role.RELAXED
-        return Role.OTHER
+            if self._next_to_a_fence(place, 1, INVALIDATE):
+                return Role.ACQUIRE
+            unit = self.kind.tagged and one.opcode == "LDG.E.128.STRONG.SYS"
+            return Role.UNIT_LOAD if unit else Role.RELAXED
+        return Role.STORE if one.opcode.startswith("STG.") else Role.OTHER
 
-    def _returns(self) -> dict[int, set[int]]:
+    def _strong_store(self, place: int) -> Role:
+        fenced = self._next_to_a_fence(place, -1, FENCE)
+        if fenced:
+            sizes = {"STG.E.64.STRONG.SYS": Role.RELEASE, "STG.E.STRONG.SYS": Role.STATUS}
+        else:
+            sizes = {"STG.E.64.STRONG.SYS": Role.ANNOUNCE, "STG.E.128.STRONG.SYS": Role.UNIT_STORE}
+        return sizes.get(self.code[place].opcode, Role.OTHER)
+
+    def _find_returns(self) -> dict[int, set[int]]:
         """Return, for each RET, where it may lead: behind the calls of the functions it is in."""
         calls: dict[int, list[int]] = {}
         for place, one in enumerate(self.code):
@@ -105,48 +148,59 @@ class Sass:
                 seen.add(place)
                 if self.code[place].opcode.startswith("RET"):
                     returns.setdefault(place, set()).update(caller + 1 for caller in callers)
-                waiting.extend(self._followers(place, {}, into_calls=False))
+                taken = condition(self.code[place], {})
+                called = self.code[place].opcode.startswith("CALL")
+                waiting.extend({place + 1} if called else self._followers(place, taken, {}))
         return returns
 
-    def _followers(self, place: int, returns: dict[int, set[int]], *, into_calls: bool) -> set[int]:
+    def _followers(self, place: int, taken: bool | None, returns: dict[int, set[int]]) -> set[int]:
+        """Return what may be next if a branch is taken, is not, or may be either."""
         one = self.code[place]
         falls = {place + 1} if place + 1 < len(self.code) else set()
         if UNKNOWN_JUMP.fullmatch(one.opcode):
             raise ValueError(f"not followed: {one}")
-        if one.opcode.startswith("CALL") and not into_calls:
-            return falls
+        if one.opcode.startswith(COLLECTIVE):
+            end = self._place[_address(one)]
+            if self.code[end - 1].opcode != "ENDCOLLECTIVE":
+                raise ValueError(f"not followed: {one}")
         if BRANCH.fullmatch(one.opcode):
-            always = not one.guard and len(one.operands) == 1
-            return {self._place[_address(one)]} | (set() if always else falls)
-        if END.fullmatch(one.opcode):
-            return returns.get(place, set()) | (falls if one.guard else set())
-        return falls
+            jumps = {self._place[_address(one)]}
+        elif END.fullmatch(one.opcode):
+            jumps = returns.get(place, set())
+        else:
+            return falls
+        return {None: jumps | falls, True: jumps, False: falls}[taken]
 
+    def follow(self, place: int, state: State) -> tuple[State, set[int]]:
+        """See machine_code.Follow."""
+        one = self.code[place]
+        return behind(one, state), self._followers(place, condition(one, state), self._returns)
+
+    @cached_property
     def program(self) -> Program:
-        returns = self._returns()
         return Program(
             [
                 Instruction(
-                    f"{one.address:#06x} {one.opcode} {', '.join(one.operands)}", self.role(i)
+                    f"{one.address:#06x} {one.opcode} {', '.join(one.operands)}",
+                    self.role(place),
+                    touches=bool(MEMORY.match(one.opcode)) and not NOT_GLOBAL.match(one.opcode),
                 )
-                for i, one in enumerate(self.code)
+                for place, one in enumerate(self.code)
             ],
-            [self._followers(i, returns, into_calls=True) for i in range(len(self.code))],
+            self.follow,
         )
 
-    def findings(self, *, communicates: bool) -> list[str]:
+    def findings(self) -> list[str]:
         """Return everything that is wrong."""
         opcodes = [one.opcode for one in self.code]
-        findings = forbidden(opcodes, MEMORY, COMMUNICATING if communicates else SILENT)
+        findings = forbidden(opcodes, MEMORY, allowed(self.kind))
         if any(LOCAL.fullmatch(one) for one in opcodes):
             findings.append("local memory is used")
-        if not communicates:
-            return findings
-        if not 1 <= opcodes.count(CLAIM) <= MOST_CLAIMS:
-            findings.append(f"{opcodes.count(CLAIM)} claims of the poison word")
-        program = self.program()
+        known = {Role.RELEASE, Role.STATUS}
+        if self.kind.tagged:
+            known |= {Role.ANNOUNCE, Role.UNIT_STORE}
         strong = sum(bool(re.fullmatch(r"STG\..*STRONG.*", one)) for one in opcodes)
-        released = len(program.places(Role.RELEASE)) + len(program.places(Role.STATUS))
-        if strong != released:
-            findings.append(f"{strong - released} strong stores without a fence before them")
-        return findings + order_findings(program)
+        if strong != len(self.program.places(*known)):
+            lost = strong - len(self.program.places(*known))
+            findings.append(f"{lost} strong stores without a fence before them")
+        return findings + order_findings(self.program, self.kind)

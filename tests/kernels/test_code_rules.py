@@ -9,13 +9,16 @@ import pytest
 
 pytest.importorskip("cutlass", reason="compiles kernels")
 
-from machine_code import caught, report
+from machine_code import Kind, caught, report
 from ptx_code import CLAIM, Ptx
 from sass_code import FENCE, INVALIDATE, Sass, usage_findings
 
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels.registry import KernelKey, find
 
+STAGED = Kind(communicates=True, tagged=False, overlaps=True)
+TAGGED = Kind(communicates=True, tagged=True, overlaps=True)
+SILENT = Kind(communicates=False, tagged=False, overlaps=True)
 BARRIER = "barrier.cta.red.and.pred q, 0, p;"
 
 
@@ -28,6 +31,13 @@ def program() -> str:
 def kernel():
     """A kernel without faults."""
     key = KernelKey("all_gather_heads", ("push", 16))
+    return compiler.build(find(key.op), key, "sm_90a")
+
+
+@pytest.fixture(scope="module")
+def tagged():
+    """A tagged kernel without faults."""
+    key = KernelKey("all_gather_heads", ("tagged", 8))
     return compiler.build(find(key.op), key, "sm_90a")
 
 
@@ -50,8 +60,8 @@ def at_the_end(ptx: str, *statements: str) -> str:
     return f"{head}\t" + "\n\t".join(statements) + f"\n\tret;{tail}"
 
 
-def ptx_findings(ptx: str, *, communicates: bool = True) -> list[str]:
-    return Ptx(ptx).findings(communicates=communicates)
+def ptx_findings(ptx: str, kind: Kind = STAGED) -> list[str]:
+    return Ptx(ptx, kind).findings()
 
 
 def test_faultless_ptx_has_no_findings(ptx):
@@ -81,6 +91,9 @@ def test_faultless_ptx_has_no_findings(ptx):
         "cp.async.ca.shared.global [%r1], [%rd4], 16;",
         "multimem.red.relaxed.sys.global.add.u32 [%rd4], 1;",
         "prefetch.global.L2 [%rd4];",
+        "st.relaxed.sys.global.u64 [%rd4], 1;",
+        "st.relaxed.sys.global.v2.b64 [%rd4], {%rd5,%rd6};",
+        "ld.relaxed.sys.global.v2.b64 {%rd900,%rd901}, [%rd4];",
     ],
 )
 def test_forbidden_instruction_is_named(ptx, statement):
@@ -93,6 +106,15 @@ LEADS = {
     "directly": ("mov.b64 %rd901, %rd900;",),
     "with an offset": ("add.s64 %rd901, %rd900, 8;",),
     "through a choice": ("selp.b64 %rd901, %rd4, %rd900, %p1;",),
+    "through registers of inline code": (
+        "// begin inline asm",
+        "{",
+        ".reg .b64 a;",
+        "mov.b64 a, %rd900;",
+        "mov.b64 %rd901, a;",
+        "}",
+        "// end inline asm",
+    ),
     "through shared memory": ("st.shared.u64 [%r1], %rd900;", "ld.shared.u64 %rd901, [%r1];"),
     "through a shuffle": (
         "mov.b64 {%r900,%r901}, %rd900;",
@@ -137,18 +159,66 @@ def test_way_around_the_barrier_is_found(ptx):
     assert caught("release before the first barrier", ptx_findings(around))
 
 
-def test_second_claim_is_allowed_and_a_third_is_not(ptx):
+def test_claim_needs_its_status_code(ptx):
     own = "ld.param.b64 %rd900, [any_param_0];"
     claim = f"{CLAIM} %r900, [%rd900], 0, 1;"
-    assert ptx_findings(at_the_end(ptx, own, claim)) == []
-    assert "3 claims of the poison word" in ptx_findings(at_the_end(ptx, own, claim, claim))
+    code = "st.release.sys.global.u32 [%rd900], 1;"
+    assert ptx_findings(at_the_end(ptx, own, claim, code)) == []
+    lost = "2 claims of the poison word, 1 status codes"
+    assert lost in ptx_findings(at_the_end(ptx, own, claim))
+    assert caught("status code unclaimed", ptx_findings(at_the_end(ptx, own, code)))
 
 
-def test_kernel_of_the_other_kind_is_told_apart(ptx):
+def test_kernel_of_the_other_kind_is_told_apart(ptx, tagged):
     silent = compiler.build(find("kimi_topk16"), find("kimi_topk16").variants()[0], "sm_90a").ptx
-    assert ptx_findings(silent, communicates=False) == []
+    assert ptx_findings(silent, SILENT) == []
     assert caught("no release", ptx_findings(silent))
-    assert caught("forbidden .*: st.release", ptx_findings(ptx, communicates=False))
+    assert caught("forbidden .*: st.release", ptx_findings(ptx, SILENT))
+    assert ptx_findings(tagged.ptx, TAGGED) == []
+    assert caught("forbidden .*: st.relaxed.sys.global.v2", ptx_findings(tagged.ptx))
+    assert caught("no store of a unit", ptx_findings(ptx, TAGGED))
+
+
+def test_overlap_is_forbidden_where_there_is_none(ptx):
+    old = replace(STAGED, overlaps=False)
+    assert ptx_findings(ptx, old) == [
+        "forbidden instruction: griddepcontrol.launch_dependents",
+        "forbidden instruction: griddepcontrol.wait",
+    ]
+
+
+def test_wait_for_the_predecessor_counts_on_every_way_only(ptx):
+    wait = "griddepcontrol.wait;"
+    assert caught("no wait for the pred", ptx_findings(ptx.replace(wait, f"@%p1 {wait}")))
+    around = ptx.replace(wait, f"@%p1 bra $PAST;\n\t{wait}\n$PAST:")
+    assert caught("memory before the wait for the predecessor", ptx_findings(around))
+    assert caught("successor before the wait for the predecessor", ptx_findings(around))
+
+
+@pytest.mark.parametrize(
+    ("statements", "finding"),
+    [
+        (("st.relaxed.sys.global.u64 [%rd18], 1;",), "2 announcements of a flag"),
+        (("st.relaxed.sys.global.u64 [%rd18], 1;",), "sent only when waiting has begun"),
+        (("st.relaxed.sys.global.v2.b64 [%rd18], {%rd16,%rd18};",), "data without its tag"),
+        (("ld.relaxed.sys.global.v2.b64 {%rd900,%rd901}, [%rd18];",), "a tag is not looked at"),
+        (("ld.relaxed.sys.global.u32 %r900, [%rd18];",), "relaxed load that is no part of a wait"),
+        (("ld.relaxed.sys.global.u32 %r900, [%rd18];",), "a wait for units watches .* 3 words"),
+        (("st.global.v2.u32 [%rd18], {%r1,%r2};",), "weak store to a peer"),
+    ],
+)
+def test_fault_in_tagged_code_is_found(tagged, statements, finding):
+    assert caught(finding, ptx_findings(at_the_end(tagged.ptx, *statements), TAGGED))
+
+
+def test_first_turn_is_told_by_its_counter(tagged):
+    """Later turns write outputs without a barrier; a counter that may start above 0 is a fault."""
+    before, loop = re.split(r"(?=\n\$\w+:\n\t\.pragma \"nounroll\";)", tagged.ptx)[-2:]
+    counter = re.search(r"(mov\.b32 \t(%r\d+)), 0;$", before)
+    assert f"setp.ne.b32 \t%p" in loop and f"{counter[2]}, 0;" in loop
+    unknown = f"{before[: counter.start()]}{counter[1]}, %r1;{loop}"
+    found = ptx_findings(unknown, TAGGED)
+    assert caught("output before the barrier behind the wait", found)
 
 
 @pytest.mark.parametrize("statement", ["brx.idx %r1, targets;", "call.uni helper, ();"])
@@ -160,8 +230,8 @@ def test_jump_that_is_not_followed_is_an_error(ptx, statement):
 # --- SASS --------------------------------------------------------------------------------------
 
 
-def sass_findings(code, *, communicates: bool = True) -> list[str]:
-    return Sass(code).findings(communicates=communicates)
+def sass_findings(code, kind: Kind = STAGED) -> list[str]:
+    return Sass(code, kind).findings()
 
 
 def places(code, pattern: str) -> list[int]:
