@@ -24,7 +24,7 @@ FROM_ENVIRONMENT = {
     "slot_nbytes": ("8192", 8192),
     "max_rows": ("256", 256),
     "protocol": ("pull", "pull"),
-    "overlap": ("0", False),
+    "overlap": ("1", True),
     "kernels_dir": ("some/kernels", Path("some/kernels")),
     "cache_dir": ("some/cache", Path("some/cache")),
 }
@@ -44,7 +44,7 @@ def test_defaults():
         slot_nbytes=4 << 20,
         max_rows=64,
         protocol="auto",
-        overlap=True,
+        overlap=False,
         kernels_dir=None,
         cache_dir=Path("xdg/pcie_comm"),
     )
@@ -182,7 +182,7 @@ def test_the_contract_holds_what_ranks_must_share():
     contract = Config(max_rows=8, kernels_dir="mine").contract()
     assert tuple(contract) == SHARED
     assert contract["max_rows"] == 8
-    assert not {"overlap", "kernels_dir", "cache_dir"} & set(contract)
+    assert not {"kernels_dir", "cache_dir"} & set(contract)
 
 
 # --- what a launcher says ------------------------------------------------------------------------

@@ -153,6 +153,7 @@ def test_b14_an_interrupt_during_set_up_reaches_the_other_ranks(monkeypatch):
         ("max_rows", (8, 4)),
         ("timeout_s", (10.0, 11.0)),
         ("setup_timeout_s", (20.0, 21.0)),
+        ("overlap", (False, True)),
     ],
 )
 def test_b27_different_settings_are_a_mismatch_on_all_ranks(field, values):

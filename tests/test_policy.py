@@ -130,31 +130,38 @@ def test_a_fused_grid_has_both_kinds_and_fits(protocol, rows, nbytes, world, lim
 
 @given(st.data())
 def test_a_resident_grid_leaves_every_rank_its_share(data):
-    """Where a device has two multiprocessors for each of its ranks, the grids of all fit it."""
+    """Where a device has two multiprocessors for each launch that it may hold, all grids fit it."""
     world = data.draw(st.integers(1, MAX_WORLD))
     device_of = data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
     units_of = data.draw(st.lists(st.integers(1, 200), min_size=4, max_size=4))
     sharers = [device_of.count(device) for device in device_of]
     units = [units_of[device] for device in device_of]
-    budget = policy.resident_budget(units, sharers, MAX_BLOCKS)
+    overlap = data.draw(st.booleans())
+    budget = policy.resident_budget(units, sharers, overlap, MAX_BLOCKS)
     assert 2 <= budget <= MAX_BLOCKS
-    assume(all(count >= 2 * users for count, users in zip(units, sharers, strict=True)))
-    for device in device_of:
-        assert budget * device_of.count(device) <= units_of[device]
+    assert budget <= policy.resident_budget(units, sharers, False, MAX_BLOCKS)
+    launches = [users * 2 if overlap and users > 1 else users for users in sharers]
+    assume(all(count >= 2 * held for count, held in zip(units, launches, strict=True)))
+    for count, held in zip(units, launches, strict=True):
+        assert budget * held <= count
 
 
 @pytest.mark.parametrize(
-    ("units", "sharers", "budget"),
+    ("units", "sharers", "overlap", "budget"),
     [
-        ([132], [1], 32),
-        ([132] * 8, [8] * 8, 16),
-        ([132] * 16, [16] * 16, 8),
-        ([132, 20], [1, 1], 20),
-        ([14] * 16, [16] * 16, 2),
+        ([132], [1], False, 32),
+        ([132], [1], True, 32),
+        ([132] * 8, [8] * 8, False, 16),
+        ([132] * 8, [8] * 8, True, 8),
+        ([132] * 16, [16] * 16, False, 8),
+        ([132] * 16, [16] * 16, True, 4),
+        ([132, 20], [1, 1], False, 20),
+        ([132, 20], [1, 1], True, 20),
+        ([14] * 16, [16] * 16, False, 2),
     ],
 )
-def test_exact_resident_budgets(units, sharers, budget):
-    assert policy.resident_budget(units, sharers, 32) == budget
+def test_exact_resident_budgets(units, sharers, overlap, budget):
+    assert policy.resident_budget(units, sharers, overlap, 32) == budget
 
 
 # --- the same plan on all ranks ------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A collective says what it needs (`plan`), how the device does it (`kernel`) and what the right
 answer is (`reference`). Slabs, peer addresses, flags, epochs, bounds and graphs are the channel's.
-docs/adding_a_kernel.md builds one from nothing.
+The four built-in collectives are plugins like any other.
 """
 
 from __future__ import annotations

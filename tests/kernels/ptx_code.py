@@ -251,7 +251,8 @@ class Ptx:
                     findings.append(f"data without its tag: {one.text}")
             if one.opcode == UNIT_LOAD:
                 halves = self._halves(one, one.operands[0])
-                if len(halves) != 2 or any(len(half) != 2 or half[1] not in used for half in halves):
+                seen = [half for half in halves if len(half) == 2 and half[1] in used]
+                if len(seen) != 2:
                     findings.append(f"a tag is not looked at: {one.text}")
         return findings
 

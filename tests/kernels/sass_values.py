@@ -48,6 +48,8 @@ def written(one) -> list[str]:
         return []
     if one.opcode.startswith("R2P"):
         return [f"P{number}" for number in range(8)]
+    if re.fullmatch(r"U?(\w*SETP|PLOP3)\b.*", one.opcode):
+        return list(one.operands[:2])
     found: list[str] = []
     for operand in one.operands:
         if PREDICATE.fullmatch(operand):

@@ -133,7 +133,8 @@ def tagged_fault(ptx: str, sass: str | None, change: Callable[[str, int], str]) 
     return Broken(ptx, sass, change, TAGGED)
 
 
-announce, confirm, conclude = (getattr(protocol.Lane, n) for n in ("announce", "confirm", "conclude"))
+Lane = protocol.Lane
+announce, confirm, conclude, start = Lane.announce, Lane.confirm, Lane.conclude, Lane.__init__
 
 
 def confirm_at_last(lane, ok, wait):
@@ -193,8 +194,8 @@ TAGGED_PUSH = {
         r"sent only when waiting has begun: \S+ STG.E.64",
         key=TAGGED,
         replaced=(
-            (protocol.Lane, "announce", lambda lane: None),
-            (protocol.Lane, "confirm", announce_at_last),
+            (Lane, "announce", lambda lane: None),
+            (Lane, "confirm", announce_at_last),
         ),
     ),
     "flags polled without acquire": tagged_fault(
@@ -212,8 +213,8 @@ TAGGED_PUSH = {
         OUTPUT,
         key=TAGGED,
         replaced=(
-            (protocol.Lane, "confirm", lambda lane: protocol.no_wait()),
-            (protocol.Lane, "conclude", confirm_at_last),
+            (Lane, "confirm", lambda lane: protocol.no_wait()),
+            (Lane, "conclude", confirm_at_last),
         ),
     ),
 }
@@ -230,7 +231,6 @@ def overlap_fault(what: str, first: Callable | None, second: Callable | None, ke
 
 
 wait, launch = cute.arch.griddepcontrol_wait, cute.arch.griddepcontrol_launch_dependents
-start = protocol.Lane.__init__
 
 
 def start_with_a_store(lane, args, threads, tagged=False):
@@ -252,7 +252,7 @@ OVERLAP["memory before the wait"] = Broken(
     r"memory before the wait for the predecessor: \S+ STG.E",
     key=TAGGED,
     archs=WITH_OVERLAP,
-    replaced=((protocol.Lane, "__init__", start_with_a_store),),
+    replaced=((Lane, "__init__", start_with_a_store),),
 )
 
 CASES = {
@@ -262,13 +262,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def program() -> str:
-    return report.cuobjdump() or pytest.skip("cuobjdump is not installed")
-
-
 @pytest.mark.parametrize(("broken", "arch"), CASES.values(), ids=CASES.keys())
-def test_broken_kernel_is_caught(program, monkeypatch, broken, arch):
+def test_broken_kernel_is_caught(cuobjdump, monkeypatch, broken, arch):
     plain, seen = primitives._asm, []
 
     def changed(result, operands, text, *rest, **options):
@@ -282,7 +277,7 @@ def test_broken_kernel_is_caught(program, monkeypatch, broken, arch):
     kernel = compiler.build(find(broken.key.op), broken.key, arch)
     kind = Kind.of(kernel.key, arch)
     assert caught(broken.ptx, Ptx(kernel.ptx, kind).findings())
-    dump = report.dump(kernel.cubin, program)
+    dump = report.dump(kernel.cubin, cuobjdump)
     found = Sass(report.instructions(dump), kind).findings()
     if broken.sass:
         assert caught(broken.sass, found)

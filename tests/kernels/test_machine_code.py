@@ -1,8 +1,9 @@
-"""PTX and SASS of every kernel for every architecture that CI compiles. Controls: test_broken_kernels.
+"""PTX and SASS of every kernel for every architecture that CI compiles.
 
 What is checked: no spills and no local memory; the order of docs/protocol.md, at system scope, with
 its block barriers; peer memory is loaded strongly, stored plainly, and never meets an atomic, a
-reduction or the read-only path; from Hopper on, the wait for the predecessor comes first.
+reduction or the read-only path; from Hopper on, the wait for the predecessor comes first. The same
+rules on code that is broken on purpose: test_broken_kernels, test_ptx_rules, test_sass_rules.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits until all kernels 
 
 JOBS = {f"{job.key}-{job.arch}": job for job in report.own_jobs(report.ARCHS)}
 FUSED = "all_gather_pair_kimi_topk"
-MOST_FUSED_NBYTES = 26_000
-"""Machine code of a fused kernel; 23,680 bytes at most were measured (docs/evidence)."""
+MOST_FUSED_NBYTES = {"push": 26_000, "pull": 26_000, "tagged": 41_000}
+"""Machine code of a fused kernel, about a tenth more than was measured (docs/evidence)."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,9 @@ class Code:
 
 
 @pytest.fixture(scope="session")
-def program() -> str:
-    return report.cuobjdump() or pytest.skip("cuobjdump is not installed")
-
-
-@pytest.fixture(scope="session")
-def codes(program):
+def codes(cuobjdump):
     """Every kernel of this package for every architecture, compiled and disassembled once."""
-    made = report.compile_all(list(JOBS.values()), build.default_workers(), program)
+    made = report.compile_all(list(JOBS.values()), build.default_workers(), cuobjdump)
     return {name: Code(one) for name, one in zip(JOBS, made, strict=True)}
 
 
@@ -94,13 +90,16 @@ def test_ptxas_keeps_every_access_at_system_scope(code):
         assert len(machine.places(role)) >= len(ptx.places(role)), role
 
 
-def test_fused_kernels_stay_small(codes):
+@pytest.mark.parametrize("protocol", MOST_FUSED_NBYTES)
+def test_fused_kernels_stay_small(codes, protocol):
+    bound = MOST_FUSED_NBYTES[protocol]
     sizes = {
-        name: code.made.sass_nbytes for name, code in codes.items() if JOBS[name].key.op == FUSED
+        name: code.made.sass_nbytes
+        for name, code in codes.items()
+        if JOBS[name].key.op == FUSED and JOBS[name].key.variant[0] == protocol
     }
-    assert {name: size for name, size in sizes.items() if size > MOST_FUSED_NBYTES} == {}
-    largest = max(sizes.values())
-    assert largest * 1.2 > MOST_FUSED_NBYTES, "the bound says nothing any more: lower it"
+    assert {name: size for name, size in sizes.items() if size > bound} == {}
+    assert max(sizes.values()) * 1.2 > bound, "the bound says nothing any more: lower it"
 
 
 def test_record_is_that_of_this_tree(codes):

@@ -1,4 +1,4 @@
-"""The rules of ptx_code and sass_code, on code with planted faults; kernels: test_machine_code."""
+"""The rules of ptx_code, on PTX with planted faults; on kernels: test_machine_code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="compiles kernels")
 
-from machine_code import Kind, caught, report
+from machine_code import Kind, caught
 from ptx_code import CLAIM, Ptx
-from sass_code import FENCE, INVALIDATE, Sass, usage_findings
 
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels.registry import KernelKey, find
@@ -22,36 +21,20 @@ SILENT = Kind(communicates=False, tagged=False, overlaps=True)
 BARRIER = "barrier.cta.red.and.pred q, 0, p;"
 
 
-@pytest.fixture(scope="module")
-def program() -> str:
-    return report.cuobjdump() or pytest.skip("cuobjdump is not installed")
+def compiled(op: str, *variant: str | int) -> str:
+    return compiler.build(find(op), KernelKey(op, variant), "sm_90a").ptx
 
 
 @pytest.fixture(scope="module")
-def kernel():
+def ptx() -> str:
     """A kernel without faults."""
-    key = KernelKey("all_gather_heads", ("push", 16))
-    return compiler.build(find(key.op), key, "sm_90a")
+    return compiled("all_gather_heads", "push", 16)
 
 
 @pytest.fixture(scope="module")
-def tagged():
+def tagged() -> str:
     """A tagged kernel without faults."""
-    key = KernelKey("all_gather_heads", ("tagged", 8))
-    return compiler.build(find(key.op), key, "sm_90a")
-
-
-@pytest.fixture(scope="module")
-def ptx(kernel) -> str:
-    return kernel.ptx
-
-
-@pytest.fixture(scope="module")
-def code(kernel, program):
-    return report.instructions(report.dump(kernel.cubin, program))
-
-
-# --- PTX ---------------------------------------------------------------------------------------
+    return compiled("all_gather_heads", "tagged", 8)
 
 
 def at_the_end(ptx: str, *statements: str) -> str:
@@ -136,7 +119,13 @@ def test_address_of_a_peer_is_followed(ptx, lead, access):
 
 
 @pytest.mark.parametrize(
-    "partial", ["barrier.cta.red.and.pred q, 1, p;", "barrier.cta.red.and.pred q, 0, 64, p;"]
+    "partial",
+    [
+        "barrier.cta.red.and.pred q, 1, p;",
+        "barrier.cta.red.and.pred q, 0, 64, p;",
+        "bar.sync 0, 64;",
+        "bar.sync %r1;",
+    ],
 )
 def test_barrier_of_a_part_of_the_block_does_not_count(ptx, partial):
     first, second = ptx.count(BARRIER) * [BARRIER]
@@ -170,12 +159,12 @@ def test_claim_needs_its_status_code(ptx):
 
 
 def test_kernel_of_the_other_kind_is_told_apart(ptx, tagged):
-    silent = compiler.build(find("kimi_topk16"), find("kimi_topk16").variants()[0], "sm_90a").ptx
+    silent = compiled("kimi_topk16", "torch")
     assert ptx_findings(silent, SILENT) == []
     assert caught("no release", ptx_findings(silent))
     assert caught("forbidden .*: st.release", ptx_findings(ptx, SILENT))
-    assert ptx_findings(tagged.ptx, TAGGED) == []
-    assert caught("forbidden .*: st.relaxed.sys.global.v2", ptx_findings(tagged.ptx))
+    assert ptx_findings(tagged, TAGGED) == []
+    assert caught("forbidden .*: st.relaxed.sys.global.v2", ptx_findings(tagged))
     assert caught("no store of a unit", ptx_findings(ptx, TAGGED))
 
 
@@ -195,28 +184,37 @@ def test_wait_for_the_predecessor_counts_on_every_way_only(ptx):
     assert caught("successor before the wait for the predecessor", ptx_findings(around))
 
 
+FOREIGN = "ld.global.u64 %rd900, [%rd4];"
+
+
+def test_send_behind_a_wait_is_found(ptx):
+    late = at_the_end(ptx, FOREIGN, "st.release.sys.global.u64 [%rd900], 1;")
+    assert caught("sent only when waiting has begun", ptx_findings(late))
+
+
 @pytest.mark.parametrize(
-    ("statements", "finding"),
+    ("statement", "finding"),
     [
-        (("st.relaxed.sys.global.u64 [%rd18], 1;",), "2 announcements of a flag"),
-        (("st.relaxed.sys.global.u64 [%rd18], 1;",), "sent only when waiting has begun"),
-        (("st.relaxed.sys.global.v2.b64 [%rd18], {%rd16,%rd18};",), "data without its tag"),
-        (("ld.relaxed.sys.global.v2.b64 {%rd900,%rd901}, [%rd18];",), "a tag is not looked at"),
-        (("ld.relaxed.sys.global.u32 %r900, [%rd18];",), "relaxed load that is no part of a wait"),
-        (("ld.relaxed.sys.global.u32 %r900, [%rd18];",), "a wait for units watches .* 3 words"),
-        (("st.global.v2.u32 [%rd18], {%r1,%r2};",), "weak store to a peer"),
+        ("st.relaxed.sys.global.u64 [%rd900], 1;", "2 announcements of a flag"),
+        ("st.relaxed.sys.global.u64 [%rd900], 1;", "sent only when waiting has begun"),
+        ("st.relaxed.sys.global.v2.b64 [%rd900], {%rd8,%rd9};", "data without its tag"),
+        ("ld.relaxed.sys.global.v2.b64 {%rd901,%rd902}, [%rd900];", "a tag is not looked at"),
+        ("ld.relaxed.sys.global.u32 %r900, [%rd900];", "relaxed load that is no part of a wait"),
+        ("ld.relaxed.sys.global.u32 %r900, [%rd900];", "a wait for units watches .* 3 words"),
+        ("st.global.v2.u32 [%rd900], {%r1,%r2};", "weak store to a peer"),
+        ("ld.global.v2.u32 {%r900,%r901}, [%rd900];", "not for memory of others"),
     ],
 )
-def test_fault_in_tagged_code_is_found(tagged, statements, finding):
-    assert caught(finding, ptx_findings(at_the_end(tagged.ptx, *statements), TAGGED))
+def test_fault_in_tagged_code_is_found(tagged, statement, finding):
+    assert caught(finding, ptx_findings(at_the_end(tagged, FOREIGN, statement), TAGGED))
 
 
 def test_first_turn_is_told_by_its_counter(tagged):
     """Later turns write outputs without a barrier; a counter that may start above 0 is a fault."""
-    before, loop = re.split(r"(?=\n\$\w+:\n\t\.pragma \"nounroll\";)", tagged.ptx)[-2:]
-    counter = re.search(r"(mov\.b32 \t(%r\d+)), 0;$", before)
-    assert f"setp.ne.b32 \t%p" in loop and f"{counter[2]}, 0;" in loop
-    unknown = f"{before[: counter.start()]}{counter[1]}, %r1;{loop}"
+    loop = tagged.rindex('\t.pragma "nounroll";')
+    start = list(re.finditer(r"mov\.b32 \t(%r\d+), (0);", tagged[:loop]))[-1]
+    assert re.search(rf"setp\.ne\.b32 \t%p\d+, {start[1]}, 0;", tagged[loop:])
+    unknown = f"{tagged[: start.start(2)]}%r1{tagged[start.end(2) :]}"
     found = ptx_findings(unknown, TAGGED)
     assert caught("output before the barrier behind the wait", found)
 
@@ -225,107 +223,3 @@ def test_first_turn_is_told_by_its_counter(tagged):
 def test_jump_that_is_not_followed_is_an_error(ptx, statement):
     with pytest.raises(ValueError, match="not followed"):
         ptx_findings(at_the_end(ptx, statement))
-
-
-# --- SASS --------------------------------------------------------------------------------------
-
-
-def sass_findings(code, kind: Kind = STAGED) -> list[str]:
-    return Sass(code, kind).findings()
-
-
-def places(code, pattern: str) -> list[int]:
-    return [place for place, one in enumerate(code) if re.fullmatch(pattern, one.opcode)]
-
-
-def blank(code, place: int):
-    """Replace one instruction by one that does nothing."""
-    nothing = replace(code[place], guard="", opcode="NOP", operands=())
-    return [*code[:place], nothing, *code[place + 1 :]]
-
-
-def insert(code, place: int, opcode: str, *operands: str):
-    """Put an instruction where no branch leads to."""
-    planted = report.Sass(-16, "", opcode, operands)
-    return [*code[:place], planted, *code[place:]]
-
-
-# fmt: off
-FORBIDDEN = [
-    "LDL", "LDL.64", "STL", "STL.128", "LD.E", "ST.E", "LDG.E.CONSTANT", "LDG.E.64.CONSTANT",
-    "LDG.E.STRONG.GPU", "LDG.E.NA", "STG.E.STRONG.GPU", "RED.E.ADD.STRONG.SYS",
-    "REDG.E.ADD.STRONG.SYS", "ATOM.E.ADD", "ATOMG.E.CAS.STRONG.SYS", "ATOMG.E.ADD.STRONG.GPU",
-    "LDGSTS.E.128", "UBLKCP.S.G", "UTMALDG.2D", "MEMBAR.SC.SYS", "MEMBAR.ALL.GPU", "CCTL.PF2",
-    "SULD.D.BA", "TLD.LZ",
-]
-# fmt: on
-
-
-def test_faultless_sass_has_no_findings(code):
-    assert sass_findings(code) == []
-    assert sass_findings(insert(code, 1, "REDUX.SUM", "UR1", "R2")) == []
-
-
-@pytest.mark.parametrize("opcode", FORBIDDEN)
-def test_forbidden_opcode_is_named(code, opcode):
-    found = sass_findings(insert(code, 1, opcode, "R1", "[R2]"))
-    assert f"forbidden instruction: {opcode}" in found
-    assert ("local memory is used" in found) == opcode.startswith(("LDL", "STL"))
-
-
-def test_release_needs_its_fence_right_before_it(code):
-    fence = places(code, re.escape(FENCE))[0]
-    lost = r"1 strong stores without a fence"
-    assert caught(lost, sass_findings(blank(code, fence)))
-    assert caught(lost, sass_findings(insert(code, fence + 1, "LDG.E", "R1", "[R2]")))
-    guarded = [*code[:fence], replace(code[fence], guard="P0"), *code[fence + 1 :]]
-    assert caught(lost, sass_findings(guarded))
-
-
-def test_acquire_needs_its_invalidation_right_behind_it(code):
-    first, second = places(code, re.escape(INVALIDATE))
-    assert caught("no acquire", sass_findings(blank(blank(code, first), second)))
-    assert caught("watches abort and poison word", sass_findings(blank(code, second)))
-    late = insert(insert(code, second, "STS", "[R1]", "R2"), first, "STS", "[R1]", "R2")
-    assert caught("no acquire", sass_findings(late))
-
-
-def test_missing_block_barrier_is_found(code):
-    first, second = places(code, r"BAR\.RED\..*")
-    assert caught("release before the first barrier", sass_findings(blank(code, first)))
-    assert caught("between acquire and collecting", sass_findings(blank(code, second)))
-    named = replace(code[second], operands=("0x1", *code[second].operands[1:]))
-    other = [*code[:second], named, *code[second + 1 :]]
-    assert caught("between acquire and collecting", sass_findings(other))
-
-
-def test_unknown_jump_is_an_error(code):
-    with pytest.raises(ValueError, match="not followed"):
-        sass_findings(insert(code, 1, "BRX", "R2", "-0x10"))
-
-
-# --- cuobjdump ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "finding"),
-    [
-        ("REG:48 STACK:16 SHARED:14848 LOCAL:0 CONSTANT[0]:664 TEXTURE:0", "STACK:16"),
-        ("REG:48 STACK:0 SHARED:14848 LOCAL:8 CONSTANT[0]:664 TEXTURE:0", "LOCAL:8"),
-        ("REG:256 STACK:0 SHARED:14848 LOCAL:0 CONSTANT[0]:664 TEXTURE:0", "REG:256"),
-        ("REG:40 STACK:0 SHARED:49153 LOCAL:0 CONSTANT[0]:664 TEXTURE:0", "SHARED:49153"),
-    ],
-)
-def test_usage_beyond_the_limits_is_found(line, finding):
-    assert caught(finding, usage_findings(report.resources(f"  {line}\n")))
-
-
-def test_only_one_function_is_read(kernel, program):
-    dump = report.dump(kernel.cubin, program)
-    assert usage_findings(report.resources(dump)) == []
-    with pytest.raises(ValueError, match="found 2"):
-        report.resources(dump * 2)
-    with pytest.raises(ValueError, match="leave gaps"):
-        report.instructions(dump.replace("/*0100*/", "/*what*/"))
-    with pytest.raises(RuntimeError, match=r"cuobjdump .* failed"):
-        report.dump(b"no cubin", program)
