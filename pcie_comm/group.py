@@ -26,7 +26,7 @@ from .host_engine import HostEngine
 from .kernels.compile import KernelStore, fingerprint
 from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
 from .layout import MAX_BLOCKS, SlabLayout
-from .policy import choose_transport, resident_budget
+from .policy import choose_transport, resident_budget, tagged_limit
 from .rank_facts import RankFacts, resolve_device
 from .transport import load
 from .transport.base import Transport, TransportInfo
@@ -170,6 +170,7 @@ class PcieDcpGroup(Collectives):
                 rank=self.rank,
             )
         sharers = Counter(devices)
+        self._sharers = max(sharers.values())
         self._max_blocks = resident_budget(
             [f.multiprocessors or MAX_BLOCKS * self.world_size for f in facts],
             [sharers[d] for d in devices],
@@ -232,6 +233,7 @@ class PcieDcpGroup(Collectives):
             segment_nbytes=layout.segment_nbytes,
             max_rows=self.config.max_rows,
             max_blocks=self._max_blocks,
+            tagged_limit_nbytes=tagged_limit(self._transport_name, self._sharers),
         )
         channel = Channel(name, info, self.device, engines[0])
         self._channels[name] = channel

@@ -14,7 +14,7 @@ TAGGED_BLOCK_UNITS = 256
 """Units of 8 data bytes that one thread block receives before a second one pays: one a thread."""
 
 TAGGED_LIMIT_NBYTES = 65_536
-"""Bytes a rank receives in all up to which tagged push is the fastest."""
+"""Bytes a rank receives in all up to which tagged push is the fastest; see tagged_limit."""
 
 
 def protocols_of(requested: str) -> tuple[str, ...]:
@@ -22,8 +22,21 @@ def protocols_of(requested: str) -> tuple[str, ...]:
     return ("tagged", "push") if requested in ("auto", "tagged") else (requested,)
 
 
+def tagged_limit(transport: str, sharers: int) -> int:
+    """Return the bytes a rank may receive in all for tagged push to be worth it.
+
+    In pinned host memory every byte crosses the link, and tagged push sends twice the bytes; ranks
+    that share a device share its link.
+    """
+    return TAGGED_LIMIT_NBYTES // sharers if transport == "host_pinned" else TAGGED_LIMIT_NBYTES
+
+
 def choose_protocol(
-    requested: str, staged_nbytes: int, world_size: int, segment_nbytes: int
+    requested: str,
+    staged_nbytes: int,
+    world_size: int,
+    segment_nbytes: int,
+    limit_nbytes: int = TAGGED_LIMIT_NBYTES,
 ) -> str:
     """Return `tagged`, `push` or `pull` for a call in which each rank stages `staged_nbytes`.
 
@@ -33,7 +46,7 @@ def choose_protocol(
     """
     fits = 2 * staged_nbytes <= segment_nbytes
     if requested == "auto":
-        small = staged_nbytes * world_size <= TAGGED_LIMIT_NBYTES
+        small = staged_nbytes * world_size <= limit_nbytes
         return "tagged" if small and fits else "push"
     if requested == "tagged" and not fits:
         return "push"

@@ -89,7 +89,9 @@ class AllGatherPairTopk(Collective):
             )
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
-        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes)
+        protocol = choose_protocol(
+            info.protocol, staged, world, info.segment_nbytes, info.tagged_limit_nbytes
+        )
         router_blocks, down_blocks = split_fused_grid(
             protocol, rows, down_nbytes, world, info.max_blocks
         )

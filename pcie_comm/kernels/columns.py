@@ -90,7 +90,13 @@ def plan_gather(
         )
     sizes = [row_nbytes(meta) for meta in tensors]
     staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
-    protocol = choose_protocol(info.protocol, staged, info.world_size, info.segment_nbytes)
+    protocol = choose_protocol(
+        info.protocol,
+        staged,
+        info.world_size,
+        info.segment_nbytes,
+        info.tagged_limit_nbytes,
+    )
     return Plan(
         op=op,
         outputs=outputs,

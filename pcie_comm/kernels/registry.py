@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
+from ..policy import TAGGED_LIMIT_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class PlanInfo:
         max_rows: Most rows of one call.
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
+        tagged_limit_nbytes: Bytes received up to which `auto` means tagged push.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class PlanInfo:
     max_rows: int
     max_blocks: int
     output_alignment: int = 16
+    tagged_limit_nbytes: int = TAGGED_LIMIT_NBYTES
 
 
 @dataclass(frozen=True)

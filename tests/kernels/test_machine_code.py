@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits until all kernels 
 
 JOBS = {f"{job.key}-{job.arch}": job for job in report.own_jobs(report.ARCHS)}
 FUSED = "all_gather_pair_kimi_topk"
-MOST_FUSED_NBYTES = {"push": 26_000, "pull": 26_000, "tagged": 41_000}
+MOST_FUSED_NBYTES = {"push": 23_400, "pull": 22_800, "tagged": 41_000}
 """Machine code of a fused kernel, about a tenth more than was measured (docs/evidence)."""
 
 

@@ -40,62 +40,12 @@
 #define CELL(home, writer, s, u) ((((home) * W + (writer)) * SLOTS + (s)) * UNITS + (u))
 #define FLAG(home, writer, s) (((home) * W + (writer)) * SLOTS + (s))
 #ifdef FAULTY
-#define ONE_AT_A_TIME(pending)
+#define ONE_AT_A_TIME(pending) skip
 #else
 #define ONE_AT_A_TIME(pending) assert((pending) == 0)
 #endif
 
-/* Memory as its readers see it. The payload of launch n is n; its place tells the sender. */
-byte data[W * W * SLOTS * UNITS];
-byte flag[W * W * SLOTS];
-/* Stores on their way, 0 if there is none. `owed`: a flag that was released must not overtake it. */
-byte data_sent[W * W * SLOTS * UNITS];
-byte flag_sent[W * W * SLOTS];
-bit owed[W * W * SLOTS * UNITS];
-#ifdef TAGGED
-byte tag[W * W * SLOTS * UNITS];
-byte tag_sent[W * W * SLOTS * UNITS];
-#endif
-byte finished[W]; /* launches */
-
-/* Delivers what `writer` stores into the slab of `home`: anything at any time, in any order. */
-#define DELIVER_FLAG(s) \
-  :: d_step { \
-       flag_sent[FLAG(home, writer, s)] != 0 \
-       && !owed[CELL(HOME(home, writer), writer, s, 0)] \
-       && !owed[CELL(HOME(home, writer), writer, s, 1)] -> \
-       flag[FLAG(home, writer, s)] = flag_sent[FLAG(home, writer, s)]; \
-       flag_sent[FLAG(home, writer, s)] = 0 }
-#if defined(TAGGED) && !defined(SPLIT)
-#define WITH_TAG(c) tag[c] = tag_sent[c]; tag_sent[c] = 0;
-#else
-#define WITH_TAG(c)
-#endif
-#define DELIVER_DATA(c) \
-  :: d_step { data_sent[c] != 0 -> \
-       data[c] = data_sent[c]; data_sent[c] = 0; owed[c] = 0; WITH_TAG(c) }
-#ifdef SPLIT
-#define DELIVER_TAG(c) :: d_step { tag_sent[c] != 0 -> tag[c] = tag_sent[c]; tag_sent[c] = 0 }
-#else
-#define DELIVER_TAG(c)
-#endif
-#define DELIVER_SLOT(s) \
-  DELIVER_FLAG(s) \
-  DELIVER_DATA(CELL(home, writer, s, 0)) \
-  DELIVER_DATA(CELL(home, writer, s, 1)) \
-  DELIVER_TAG(CELL(home, writer, s, 0)) \
-  DELIVER_TAG(CELL(home, writer, s, 1))
-
-proctype link(byte writer; byte home)
-{
-end:
-  do
-  DELIVER_SLOT(0)
-#if SLOTS > 1
-  DELIVER_SLOT(1)
-#endif
-  od
-}
+#include "memory.pml"
 
 /* To issue a store is invisible until it is delivered, so a launch issues all of them in one step. */
 inline store(c)
@@ -177,6 +127,7 @@ inline await_flags()
 #endif
        p = (p + 1 == me -> p + 2 : p + 1)
      }
+  OR_FLAG_ARRIVES(me, p)
   :: p >= W -> break
 #ifndef TAGGED
   :: d_step { p < W && early == 0 ->
@@ -190,17 +141,19 @@ inline await_flags()
 }
 
 /* Tagged units are polled until their tag is the epoch; others are read once. */
+#ifdef TAGGED
+#define COMPLETE(c) SAME(tag[c], epoch)
+#else
+#define COMPLETE(c) true
+#endif
 inline collect()
 {
   p = (me == 0 -> 1 : 0);
   u = 0;
   do
   :: p >= W -> break
-  :: d_step { p < W
-#ifdef TAGGED
-       && (!USED(n, u) || SAME(tag[CELL(HOME(me, p), p, s, u)], epoch))
-#endif
-       ->
+  OR_DATA_ARRIVE(CELL(HOME(me, p), p, s, u))
+  :: d_step { p < W && (!USED(n, u) || COMPLETE(CELL(HOME(me, p), p, s, u))) ->
        value = data[CELL(HOME(me, p), p, s, u)];
        if
        :: early != 0 && early_peer == p && early_unit == u -> value = early - 1
@@ -265,6 +218,7 @@ init
 {
   byte i, j;
   atomic {
+#ifndef LAZY
     for (i : 0 .. W - 1) {
       for (j : 0 .. W - 1) {
         if
@@ -273,6 +227,7 @@ init
         fi
       }
     }
+#endif
     for (i : 0 .. W - 1) {
       run rank(i)
     }
