@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter for .venv            PIP_ARGS=...      more options for pip
 #   DEMO_ARGS=...       options of `pcie-comm demo`          PYTEST_ARGS=...   options of pytest
 #   GPU_PYTHON=...      the interpreter of `make gpu-test`   REPORT=FILE       where its report goes
+#   MODEL_ARGS=--small  options of tools/model/check.py
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +22,7 @@ GPU_MODULES := torch, cuda.bindings.driver, numpy, pytest, pytest_timeout, hypot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check docs gpu-test clean
+.PHONY: help demo test check docs model gpu-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +43,9 @@ check: $(STAMP) ## lint, format, types, import contracts, sizes, links
 
 docs: $(STAMP) ## check that the links in the documentation resolve
 	$(BIN)/python tools/check_links.py
+
+model: ## check the protocol with the model checker SPIN; says what is missing
+	$(PYTHON) tools/model/check.py $(MODEL_ARGS)
 
 # Works without a network: an interpreter that already has the modules is used as it is, and one
 # that was asked for by name is never replaced.

@@ -66,6 +66,15 @@ def test_protocol(requested, staged, world, segment, chosen):
     assert policy.choose_protocol(requested, staged, world, segment) == chosen
 
 
+@pytest.mark.parametrize("transport", ["host_shm", "cuda_local", "cuda_ipc", "host_pinned"])
+@pytest.mark.parametrize("sharers", [1, 2, 8, 16])
+def test_ranks_that_share_a_link_to_pinned_memory_share_the_limit(transport, sharers):
+    limit = policy.tagged_limit(transport, sharers)
+    assert limit == (LIMIT // sharers if transport == "host_pinned" else LIMIT)
+    assert policy.choose_protocol("auto", limit // 8, 8, 1 << 20, limit) == "tagged"
+    assert policy.choose_protocol("auto", limit // 8 + 16, 8, 1 << 20, limit) == "push"
+
+
 @given(
     st.sampled_from(["auto", "push", "pull", "tagged"]),
     payloads,

@@ -46,8 +46,8 @@ def written(one) -> list[str]:
     """Return the registers and predicates that an instruction may write."""
     if WRITES_NONE.fullmatch(one.opcode):
         return []
-    if one.opcode.startswith("R2P"):
-        return [f"P{number}" for number in range(8)]
+    if one.opcode.split(".")[0] in ("R2P", "UR2UP"):
+        return [f"{kind}{number}" for kind in ("P", "UP") for number in range(8)]
     if re.fullmatch(r"U?(\w*SETP|PLOP3)\b.*", one.opcode):
         return list(one.operands[:2])
     found: list[str] = []

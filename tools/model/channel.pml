@@ -5,7 +5,8 @@
  *   GIVE_UP  a wait may time out at any moment
  *   IDLE=k   unit 1 is part of every k-th launch only, from the first on
  * One fault each, for the negative controls:
- *   SLOTS=1, NO_RELEASE, NO_ACQUIRE, FLAG_FIRST, AT_LEAST, WRAP_TO=0 or 1, SPLIT
+ *   SLOTS=1, ONE_DATA_SLOT, NO_RELEASE, NO_ACQUIRE, FLAG_FIRST, AT_LEAST, SPLIT,
+ *   WRAP_TO=0 or 1; with FAULTY, or a store that overtakes its own predecessor is what is found
  */
 #ifndef MOD
 #define MOD 6 /* the smallest for which a slot sees two epochs in turn after the wrap: 2, 4, 2, 4 */
@@ -37,7 +38,12 @@
 #else
 #define HOME(reader, writer) (reader)
 #endif
-#define CELL(home, writer, s, u) ((((home) * W + (writer)) * SLOTS + (s)) * UNITS + (u))
+#ifdef ONE_DATA_SLOT
+#define PLACE(s) 0
+#else
+#define PLACE(s) (s)
+#endif
+#define CELL(home, writer, s, u) ((((home) * W + (writer)) * SLOTS + PLACE(s)) * UNITS + (u))
 #define FLAG(home, writer, s) (((home) * W + (writer)) * SLOTS + (s))
 #ifdef FAULTY
 #define ONE_AT_A_TIME(pending) skip
