@@ -13,38 +13,39 @@ from .protocol import Lane, LaneArgs, Staging, no_wait
 from .tagged import TaggedGather
 
 
-def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
-    """Return the kernel that gathers `count` tensors.
-
-    Its scalars: rows; then `count` row sizes; then `count` row strides, all in bytes.
-    """
-
-    def columns_of(lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
-        rows = Int32(scalars[0])
-        staged = Int64(0)
-        columns = []
-        for i in range(count):
-            row_nbytes = Int32(scalars[1 + i])
-            columns.append(
-                Columns(
-                    source=tensors[i],
-                    source_stride=scalars[1 + count + i],
-                    output=tensors[count + i],
-                    output_stride=row_nbytes * lane.world_size,
-                    row_nbytes=row_nbytes,
-                    rows=rows,
-                    staged=staged,
-                )
+def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
+    """Return the launch's tensors; scalars: rows, `count` row sizes, `count` strides, in bytes."""
+    rows = Int32(scalars[0])
+    staged = Int64(0)
+    columns = []
+    for i in range(count):
+        row_nbytes = Int32(scalars[1 + i])
+        columns.append(
+            Columns(
+                source=tensors[i],
+                source_stride=scalars[1 + count + i],
+                output=tensors[count + i],
+                output_stride=row_nbytes * lane.world_size,
+                row_nbytes=row_nbytes,
+                rows=rows,
+                staged=staged,
             )
-            units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
-            staged += Int64(units) * PACK_NBYTES
-        return columns
+        )
+        units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
+        staged += Int64(units) * PACK_NBYTES
+    return columns
+
+
+def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
+    """Return the kernel that gathers `count` tensors; its scalars: see columns_of."""
+    if protocol == "tagged":
+        return _tagged_kernel(count, pack, threads)
 
     @cute.kernel
     def gather(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads)
         staging = Staging(lane, protocol == "push")
-        columns = columns_of(lane, tensors, scalars)
+        columns = columns_of(count, lane, tensors, scalars)
         gathers = [ColumnGather(staging, c, lane.block, lane.grid, pack) for c in columns]
         if lane.ok != Uint32(0):
             for i in cutlass.range_constexpr(count):
@@ -54,10 +55,14 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
             for i in cutlass.range_constexpr(count):
                 gathers[i].collect()
 
+    return gather
+
+
+def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
     @cute.kernel
     def gather_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
-        columns = columns_of(lane, tensors, scalars)
+        columns = columns_of(count, lane, tensors, scalars)
         gathers = [TaggedGather(lane, c, lane.block, lane.grid, pack) for c in columns]
         lane.announce()
         for i in cutlass.range_constexpr(count):
@@ -69,4 +74,4 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
         if cutlass.const_expr(count == 2):
             gathers[1].collect(ok, no_wait(), False)
 
-    return gather_tagged if protocol == "tagged" else gather
+    return gather_tagged

@@ -94,14 +94,6 @@ def store_u64(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
-def store_v4(address: Int64, words: tuple[Uint32, ...], *, loc: Any = None, ip: Any = None) -> None:
-    """Store four words to a 16-byte boundary. Order: weak; a later `signal` publishes it."""
-    at = {"loc": loc, "ip": ip}
-    operands = [Int64(address).ir_value(**at), *(Uint32(w).ir_value(**at) for w in words)]
-    _asm(None, operands, "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r", effects=True, **at)
-
-
-@dsl_user_op
 def load_v2(
     address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None
 ) -> tuple[Uint32, ...]:
