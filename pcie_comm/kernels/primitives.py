@@ -22,8 +22,6 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-MEMORY = "~{memory}"
-
 
 def _asm(
     result: Any, operands: list[Any], text: str, constraints: str, *, effects: bool, **at: Any
@@ -32,7 +30,7 @@ def _asm(
         result,
         operands,
         text,
-        f"{constraints},{MEMORY}" if effects else constraints,
+        f"{constraints},~{{memory}}" if effects else constraints,
         has_side_effects=effects,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
