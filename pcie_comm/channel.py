@@ -347,6 +347,14 @@ class Channel(Collectives):
         _remember(bound, key, call)
         return call
 
+    def protocols(self) -> list[str]:
+        """Return the protocols of the calls so far; before the first, what was asked for."""
+        if isinstance(self.engine, HostEngine):
+            return ["push" if self.engine.push else "pull"]
+        known = {"pull", "push", "tagged"}
+        used = {name for call in self._planned.values() for name in call.plan.kernel.variant}
+        return sorted(known & used) or [self.info.protocol]
+
     def check(self) -> None:
         """Raise what broke the channel, if anything did. Does not synchronise the device.
 

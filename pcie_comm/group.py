@@ -330,7 +330,7 @@ class PcieDcpGroup(Collectives):
         }
         for name, channel in self._channels.items():
             facts[f"channel {name}"] = {
-                "protocol": channel.info.protocol,
+                "protocol": ", ".join(channel.protocols()),
                 "segment_nbytes": channel.info.segment_nbytes,
                 **self._transports[name].describe(),
             }

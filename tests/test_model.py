@@ -28,20 +28,25 @@ HOLDS = "State-vector 8 byte, depth reached 5, errors: 0\n   12 states, stored\n
 FAILS = "pan:1: assertion violated (value==n) (at depth 4)\n" + HOLDS.replace("s: 0", "s: 1")
 
 
-def end_of(cases):
+def bad_ends(cases):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(check.run, cases))
+    assert len(results) >= 4
     return [check.line(result) for result in results if not result.good]
 
 
 @needs_spin
-def test_the_models_hold():
-    assert end_of(list(check.models(small=True))) == []
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("protocol", ["pull", "push", "tagged"])
+def test_the_models_hold(protocol):
+    assert bad_ends([c for c in check.models(small=True) if c.protocol == protocol]) == []
 
 
 @needs_spin
-def test_every_planted_fault_is_found():
-    assert end_of(list(check.controls())) == []
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("protocol", ["pull", "push", "tagged"])
+def test_every_planted_fault_is_found(protocol):
+    assert bad_ends([c for c in check.controls() if c.protocol == protocol]) == []
 
 
 @needs_spin
