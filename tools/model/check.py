@@ -102,6 +102,7 @@ def controls() -> Iterable[Case]:
         "one slot, two flags": "ONE_DATA_SLOT",
         "epoch compared by >=": "AT_LEAST",
         "wrap to 1": "WRAP_TO=1",
+        "no wait, values ignored": "NO_WAIT",
     }
     published = {
         "no release": "NO_RELEASE",
