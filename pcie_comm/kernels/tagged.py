@@ -6,8 +6,9 @@ of their own, where nothing but units is ever stored, so no payload can look lik
 payload bits are free. The epoch is never 0, which is what a fresh slab holds.
 
 Which call a peer makes is told by its flag, as under push, but the flag publishes nothing: it
-travels beside the payload. A block writes outputs only after it has seen every peer's flag of the
-same call, so bytes of another call are never taken for its own.
+travels beside the payload. A block writes what peers sent only after it has seen every peer's flag
+of the same call, so bytes of another call are never taken for its own. Its own shard it copies
+while it waits.
 
 Why a slot may be written again without a closing handshake: docs/protocol.md.
 """
