@@ -171,7 +171,7 @@ class TaggedGather(DeviceObject):
         lane = self.lane
         for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
             unit = self.part.first + local
-            self.store(lane.rank, unit, self.load(unit, Uint32(1)), Uint32(1))
+            self.store(lane.rank, unit, self.load(unit, lane.ok), lane.ok)
 
     @cute.jit
     def collect(self, ok: Uint32, confirmed: Wait, concludes: cutlass.Constexpr) -> Uint32:
