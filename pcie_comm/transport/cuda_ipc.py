@@ -15,36 +15,33 @@ from typing import Any
 from .. import driver
 from ..errors import CudaError, InvalidArgumentError, UnsupportedError
 from .base import PeerMap, SlabRecord, TransportInfo
-from .cuda_memory import CudaDevice, dashed
+from .cuda_memory import dashed
+from .device_slab import DeviceSlabTransport
 from .identity import check_same_host, count_fact, process_facts, process_token, text_fact
-from .slab import SlabTransport
 
 _HANDLE_NBYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-class CudaIpcTransport(SlabTransport):
+class CudaIpcTransport(DeviceSlabTransport):
     """Each rank opens its peers' handles in its own device's context."""
 
     name = "cuda_ipc"
 
     def __init__(self, info: TransportInfo) -> None:
         super().__init__(info)
-        self._device: CudaDevice | None = None
-        self._address = 0
         self._opened: list[int] = []
 
     def _create(self, nbytes: int, header: bytes) -> Mapping[str, str | int]:
-        self._device = CudaDevice.open(self.info, self.name)
-        self._address = self._device.allocate(nbytes, header)
-        with self._device.current():
+        device = self._allocate(nbytes, header)
+        with device.current():
             base, length = driver.call("cuMemGetAddressRange", self._address)
             handle = driver.call("cuIpcGetMemHandle", self._address)
         return {
             "handle": ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES).hex(),
             "offset": self._address - int(base),
             "allocation_nbytes": int(length),
-            "uuid": self._device.uuid,
+            "uuid": device.uuid,
             **process_facts(),
         }
 
@@ -111,18 +108,8 @@ class CudaIpcTransport(SlabTransport):
                 driver.call("cuIpcCloseMemHandle", self._opened[-1])
                 self._opened.pop()
 
-    def _destroy(self) -> None:
-        if self._address:
-            assert self._device is not None
-            self._device.free(self._address)
-            self._address = 0
-
     def _memory(self) -> str:
         return "device memory of the peers, CUDA IPC"
-
-    def describe(self) -> dict[str, object]:
-        """Return facts for people."""
-        return {**super().describe(), **({"device": str(self._device)} if self._device else {})}
 
 
 def _read_handle(record: SlabRecord, peer: int) -> Any:

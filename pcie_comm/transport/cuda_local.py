@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import UnsupportedError
-from .base import PeerMap, SlabRecord, TransportInfo
-from .cuda_memory import CudaDevice
+from .base import PeerMap, SlabRecord
+from .device_slab import DeviceSlabTransport
 from .identity import count_fact, process_facts, process_token, text_fact
-from .slab import SlabTransport
 
 
-class CudaLocalTransport(SlabTransport):
+class CudaLocalTransport(DeviceSlabTransport):
     """Addresses are valid throughout the process; devices only need access to each other."""
 
     name = "cuda_local"
 
-    def __init__(self, info: TransportInfo) -> None:
-        super().__init__(info)
-        self._device: CudaDevice | None = None
-        self._address = 0
-
     def _create(self, nbytes: int, header: bytes) -> Mapping[str, str | int]:
-        self._device = CudaDevice.open(self.info, self.name)
-        self._address = self._device.allocate(nbytes, header)
-        return {"address": self._address, "uuid": self._device.uuid, **process_facts()}
+        device = self._allocate(nbytes, header)
+        return {"address": self._address, "uuid": device.uuid, **process_facts()}
 
     def _attach(self, records: Sequence[SlabRecord]) -> PeerMap:
         assert self._device is not None  # SlabTransport.map requires a record
@@ -50,15 +43,5 @@ class CudaLocalTransport(SlabTransport):
     def _detach(self) -> None:
         """Nothing to undo: peer access belongs to the process, and others may rely on it."""
 
-    def _destroy(self) -> None:
-        if self._address:
-            assert self._device is not None
-            self._device.free(self._address)
-            self._address = 0
-
     def _memory(self) -> str:
         return "device memory of one process"
-
-    def describe(self) -> dict[str, object]:
-        """Return facts for people."""
-        return {**super().describe(), **({"device": str(self._device)} if self._device else {})}
