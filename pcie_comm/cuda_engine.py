@@ -12,9 +12,9 @@ import torch
 from . import driver
 from .config import Config
 from .errors import CommError, CompileError, UnsupportedError
-from .kernels.compile import KernelStore
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
+from .kernels.store import KernelStore
 from .layout import ControlLayout, SlabLayout
 from .policy import protocols_of
 from .status import StatusRecord

@@ -23,8 +23,9 @@ from .errors import (
     UnsupportedError,
 )
 from .host_engine import HostEngine
-from .kernels.compile import KernelStore, fingerprint
+from .kernels.compile import fingerprint
 from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
+from .kernels.store import KernelStore
 from .layout import MAX_BLOCKS, SlabLayout
 from .policy import choose_transport, resident_budget, tagged_limit
 from .rank_facts import RankFacts, resolve_device

@@ -11,9 +11,9 @@ from .config import Config
 from .cuda_engine import CudaEngine
 from .errors import InvalidArgumentError
 from .host_engine import HostEngine
-from .kernels.compile import KernelStore
 from .kernels.registry import Collective, PlanInfo
 from .kernels.router_spec import KIMI_K3, RouterSpec
+from .kernels.store import KernelStore
 from .layout import SlabLayout
 from .transport.base import PeerMap
 

@@ -20,8 +20,9 @@ from typer.testing import CliRunner, Result
 from pcie_comm import Config, build, cli
 from pcie_comm.errors import CompileError, InvalidArgumentError, UnsupportedError
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.compile import KernelStore
+from pcie_comm.kernels import store as stores
 from pcie_comm.kernels.registry import KernelKey, collectives, find
+from pcie_comm.kernels.store import KernelStore
 
 pytest.importorskip("cutlass", reason="compiles kernels")
 
@@ -66,6 +67,12 @@ def folder(built: tuple[Path, str], tmp_path: Path) -> Path:
     for file in built[0].glob(f"{NAME}.*"):
         shutil.copy(file, tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_prebuilt_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide those that `make wheel` left in this tree."""
+    monkeypatch.setattr(stores, "PREBUILT_DIR", tmp_path / "no prebuilt kernels")
 
 
 @pytest.fixture
@@ -162,6 +169,8 @@ DAMAGE = {
     "other checksum": edit_meta(sha256="0" * 64),
     "number for a checksum": edit_meta(sha256=0),
     "other field": edit_meta(colour="blue"),
+    "other arch": edit_meta(arch="sm_80"),
+    "other kernel": edit_meta(key="kimi_topk16-other"),
 }
 
 
@@ -245,14 +254,14 @@ def test_processes_may_fill_one_cache_at_once(tmp_path):
     code = """
         import hashlib, sys, time
         from pathlib import Path
-        from pcie_comm.kernels import dsl
-        from pcie_comm.kernels.compile import KernelStore
+        from pcie_comm.kernels import dsl, store as stores
         from pcie_comm.kernels.registry import find
         here, router = Path(sys.argv[1]), find("kimi_topk16")
+        stores.PREBUILT_DIR = here / "none"
         (here / f"ready.{sys.argv[2]}").touch()
         while len(list(here.glob("ready.*"))) < 3:
             time.sleep(0.001)
-        store = KernelStore(None, here / "cache")
+        store = stores.KernelStore(None, here / "cache")
         kernel = store.get(router, router.variants()[0], (9, 0))
         print(hashlib.sha256(kernel.cubin).hexdigest(), store.sources)
     """

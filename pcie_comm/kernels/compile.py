@@ -1,9 +1,8 @@
-"""Kernels from source to cubin: CuTe DSL, one folder format for cache and ahead-of-time builds.
+"""Kernels from source to cubin: CuTe DSL, and one folder format for all that is kept of them.
 
 A kernel on disk is two files: `NAME.ARCH.CHECKSUM.cubin` and `NAME.ARCH.json` (entry point, block
 size, checksum, source fingerprint, DSL version). Files are replaced atomically, so processes may
-share a folder; a damaged entry of the cache is rebuilt, a damaged or stale one of an ahead-of-time
-folder is an error. Nothing here needs a GPU; the DSL is imported only when something is compiled.
+share a folder. Nothing here needs a GPU; the DSL is imported only when something is compiled.
 """
 
 from __future__ import annotations
@@ -141,14 +140,20 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
+def file_names(kernel: CompiledKernel) -> tuple[str, str]:
+    """Return the names of the two files that hold a kernel: code, description."""
+    stem = f"{kernel.key}.{kernel.arch}"
+    return f"{stem}.{hashlib.sha256(kernel.cubin).hexdigest()[:12]}.cubin", f"{stem}.json"
+
+
 def write(kernel: CompiledKernel, folder: Path) -> None:
     """Write a kernel to a folder, atomically: the code first, under a name of its own content."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {k: v for k, v in asdict(kernel).items() if k not in ("cubin", "ptx")}
     meta["sha256"] = hashlib.sha256(kernel.cubin).hexdigest()
-    stem = f"{kernel.key}.{kernel.arch}"
-    _replace(folder / f"{stem}.{meta['sha256'][:12]}.cubin", kernel.cubin)
-    _replace(folder / f"{stem}.json", json.dumps(meta, indent=1, sort_keys=True).encode())
+    code, description = file_names(kernel)
+    _replace(folder / code, kernel.cubin)
+    _replace(folder / description, json.dumps(meta, indent=1, sort_keys=True).encode())
 
 
 def read(folder: Path, key: KernelKey, arch: str) -> CompiledKernel | None:
@@ -166,7 +171,10 @@ def read(folder: Path, key: KernelKey, arch: str) -> CompiledKernel | None:
         cubin = (folder / f"{key}.{arch}.{checksum[:12]}.cubin").read_bytes()
         if hashlib.sha256(cubin).hexdigest() != checksum:
             raise ValueError("checksum differs")
-        return CompiledKernel(cubin=cubin, **meta)
+        kernel = CompiledKernel(cubin=cubin, **meta)
+        if (kernel.key, kernel.arch) != (str(key), arch):
+            raise ValueError(f"it describes {kernel.key} for {kernel.arch}")
+        return kernel
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CompileError(
             f"kernel file {meta_file} is damaged ({error}); delete it and build it again",
@@ -189,73 +197,3 @@ def native_arch(capability: tuple[int, int]) -> str:
     """Return the target to compile for on a device: with its own instructions from Hopper on."""
     suffix = "a" if capability[0] >= 9 else ""
     return f"sm_{capability[0]}{capability[1]}{suffix}"
-
-
-def candidates(folder: Path, key: KernelKey, capability: tuple[int, int]) -> list[str]:
-    """Return the architectures in `folder` that run on the device, best first."""
-    found = [path.name[len(f"{key}.") : -len(".json")] for path in folder.glob(f"{key}.sm_*.json")]
-    fitting = [arch for arch in found if runs_on(arch, capability)]
-    return sorted(fitting, key=lambda arch: (int(re.sub(r"\D", "", arch)), arch), reverse=True)
-
-
-class KernelStore:
-    """Finds kernels: ahead-of-time folder, then cache, then the compiler.
-
-    Args:
-        kernels_dir: Folder of ahead-of-time builds, or None.
-        cache_dir: Root of the compile cache; an unusable one only costs time.
-    """
-
-    def __init__(self, kernels_dir: Path | None, cache_dir: Path) -> None:
-        self.kernels_dir = kernels_dir
-        self.cache_dir = cache_dir
-        self.sources: dict[str, str] = {}
-
-    def get(
-        self, collective: Collective, key: KernelKey, capability: tuple[int, int]
-    ) -> CompiledKernel:
-        """Return a kernel that runs on a device of compute capability `capability`.
-
-        Raises:
-            CompileError: It is stale, damaged or cannot be compiled.
-        """
-        if self.kernels_dir is not None:
-            kernel = self._ahead_of_time(collective, key, capability)
-            if kernel is not None:
-                self.sources[str(key)] = f"ahead of time, {self.kernels_dir}"
-                return kernel
-        arch = native_arch(capability)
-        folder = self.cache_dir / f"{dsl_version() or 'none'}-{fingerprint(collective)[:20]}"
-        try:
-            cached = read(folder, key, arch)
-        except CompileError:
-            cached = None
-        if cached is not None:
-            self.sources[str(key)] = f"cache, {folder}"
-            return cached
-        kernel = build(collective, key, arch)
-        self.sources[str(key)] = "compiled by this process"
-        try:
-            write(kernel, folder)
-        except OSError as error:
-            self.sources[str(key)] += f"; not cached ({error})"
-        return kernel
-
-    def _ahead_of_time(
-        self, collective: Collective, key: KernelKey, capability: tuple[int, int]
-    ) -> CompiledKernel | None:
-        folder = self.kernels_dir
-        assert folder is not None
-        for arch in candidates(folder, key, capability):
-            kernel = read(folder, key, arch)
-            if kernel is None:
-                continue
-            if kernel.fingerprint != fingerprint(collective):
-                raise CompileError(
-                    f"kernel {key} in {folder} was built from other sources "
-                    f"(built={kernel.fingerprint[:12]}, here={fingerprint(collective)[:12]}); "
-                    f"run `pcie-comm compile --arch {arch} --out {folder}` again",
-                    op=key.op,
-                )
-            return kernel
-        return None
