@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,9 +19,13 @@ from pathlib import Path
 from . import driver
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
+from .kernels import cubin
 from .kernels.registry import KernelKey, collectives, find
 
 MAX_WORKERS = 4
+
+WHEEL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+"""What a wheel holds kernels for. Code for sm_86 also runs on 8.7; that for an `a` on no other."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,15 @@ class Built:
     """One kernel that was built and written.
 
     Attributes:
-        nbytes: Size of its machine code.
+        nbytes: Size of the cubin.
+        sass_nbytes: Size of the machine instructions in it.
         registers: Per thread.
         elapsed_s: Wall time of its compilation.
     """
 
     job: Job
     nbytes: int
+    sass_nbytes: int
     registers: int
     elapsed_s: float
 
@@ -74,10 +79,12 @@ def resolve_archs(names: Sequence[str]) -> list[str]:
     """Return the architectures that `names` mean, each once; `native` is this machine's GPU.
 
     Raises:
-        InvalidArgumentError: The DSL does not know one of them.
+        InvalidArgumentError: There are none, or the DSL does not know one of them.
         UnsupportedError: `native` without a GPU.
         CompileError: There is no DSL.
     """
+    if not names:
+        raise InvalidArgumentError("arch=() names none; give --arch sm_90a, for example, or --all")
     known = known_archs()
     archs = [native_arch() if name == "native" else name for name in dict.fromkeys(names)]
     for arch in archs:
@@ -191,31 +198,6 @@ def build(job: Job, folder: Path) -> Built | str:
     except OSError as error:
         return f"kernel {job.key} for {job.arch} cannot be written to {folder} ({error})"
     elapsed_s = time.perf_counter() - started
-    return Built(job, len(kernel.cubin), max_registers(kernel.cubin), elapsed_s)
-
-
-def max_registers(cubin: bytes) -> int:
-    """Return the registers per thread that a cubin's largest function uses; 0 if it does not say.
-
-    Source: a cubin is an ELF file; its sections `.nv.info.*` hold records of format, attribute and
-    size, and attribute 0x2f is (symbol, registers). cuobjdump -res-usage prints the same number.
-    """
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_nbytes, count = struct.unpack_from("<HH", cubin, 0x3A)
-    most = 0
-    for index in range(count):
-        kind, _, _, start, nbytes = struct.unpack_from(
-            "<IQQQQ", cubin, table + index * entry_nbytes + 4
-        )
-        if kind != 0x7000_0000:  # SHT_CUDA_INFO
-            continue
-        position = start
-        while position < start + nbytes:
-            form, attribute, value = struct.unpack_from("<BBH", cubin, position)
-            position += 4
-            if form != 4:  # the value itself; form 4: the size of what follows
-                continue
-            if attribute == 0x2F:
-                most = max(most, struct.unpack_from("<II", cubin, position)[1])
-            position += value
-    return most
+    code = kernel.cubin
+    sizes = len(code), cubin.sass_nbytes(code), cubin.max_registers(code)
+    return Built(job, *sizes, elapsed_s)

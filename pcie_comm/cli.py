@@ -126,10 +126,14 @@ def _rank_table(reports: Sequence[RankReport]) -> Table:
 
 @app.command("compile")
 def compile_kernels(
-    arch: Annotated[
-        list[str], typer.Option(help="For example sm_90a, or native for this GPU. Repeatable.")
-    ],
     out: Annotated[Path, typer.Option(help="Folder to write to; PCIE_COMM_KERNELS reads it.")],
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="For example sm_90a, or native for this GPU. Repeatable."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every architecture that the wheel has kernels for.")
+    ] = False,
     op: Annotated[
         list[str] | None,
         typer.Option(help="A collective. Repeatable.", show_default="all that are registered"),
@@ -143,8 +147,9 @@ def compile_kernels(
         from . import build
 
         started = time.perf_counter()
-        todo = build.jobs(build.resolve_archs(arch), op or ())
-        with _progress(len(todo)) as advance:
+        names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
+        todo = build.jobs(build.resolve_archs(names), op or ())
+        with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started
     console = _console()
@@ -157,7 +162,7 @@ def compile_kernels(
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[Built], None]]:
+def progress(total: int) -> Iterator[Callable[[Built], None]]:
     """Show progress: a bar on a terminal, else a line per kernel."""
     console = _console()
     count = itertools.count(1)
@@ -165,7 +170,8 @@ def _progress(total: int) -> Iterator[Callable[[Built], None]]:
     def line(built: Built) -> None:
         name = f"{built.job.key} {built.job.arch}"
         console.print(
-            f"[{next(count)}/{total}] {name} {built.nbytes} bytes {built.elapsed_s:.2f} s"
+            f"[{next(count)}/{total}] {name} {built.nbytes} bytes, "
+            f"{built.sass_nbytes} of SASS, {built.elapsed_s:.2f} s"
         )
 
     if not console.is_terminal:
@@ -183,7 +189,7 @@ def _progress(total: int) -> Iterator[Callable[[Built], None]]:
 
 def _kernel_table(done: Sequence[Built]) -> Table:
     table = Table("collective", "arch")
-    for name in ("kernels", "bytes", "registers", "seconds"):
+    for name in ("kernels", "SASS", "registers", "seconds"):
         table.add_column(name, justify="right")
     groups: dict[tuple[str, str], list[Built]] = {}
     for built in done:
@@ -194,6 +200,6 @@ def _kernel_table(done: Sequence[Built]) -> Table:
             f"{registers[0]} to {registers[-1]}" if registers[0] < registers[-1] else registers[0]
         )
         seconds = f"{sum(built.elapsed_s for built in members):.1f}"
-        nbytes = sum(built.nbytes for built in members)
+        nbytes = sum(built.sass_nbytes for built in members)
         table.add_row(op, arch, str(len(members)), str(nbytes), str(spread), seconds)
     return table

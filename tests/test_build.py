@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from pcie_comm import Config, build, cli
 from pcie_comm.errors import CompileError, InvalidArgumentError, UnsupportedError
 from pcie_comm.kernels import compile as compiler
+from pcie_comm.kernels import cubin
 from pcie_comm.kernels import store as stores
 from pcie_comm.kernels.registry import KernelKey, collectives, find
 from pcie_comm.kernels.store import KernelStore
@@ -105,7 +106,10 @@ def test_output_has_a_line_per_kernel_and_a_summary(built):
     for name, collective in collectives().items():
         row = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
         assert f" {len(collective.variants())} │" in row
-    size = sum(path.stat().st_size for path in folder.glob("*.cubin"))
+    codes = [path.read_bytes() for path in folder.glob("*.cubin")]
+    for code in codes:
+        assert f" {len(code)} bytes, {cubin.sass_nbytes(code)} of SASS, " in text
+    size = sum(map(len, codes))
     last = text.strip().splitlines()[-1]
     assert last.startswith(f"{count} kernels, {size} bytes in ")
     assert last.endswith(f"set PCIE_COMM_KERNELS={folder}")
@@ -294,6 +298,21 @@ def test_unknown_arch_is_refused_with_those_that_exist(arch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_arch_is_refused(tmp_path):
+    line = one_line_error(invoke("--out", str(tmp_path)), "InvalidArgumentError")
+    assert line.endswith("arch=() names none; give --arch sm_90a, for example, or --all")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_means_what_the_wheel_has_and_archs_add_to_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "build_all", lambda todo, *rest: asked.extend(todo) or [])
+    result = invoke("--all", "--arch", "sm_121a", "--arch", "sm_80", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
+    assert asked == build.jobs(archs)
+
+
 def test_unknown_op_is_refused_with_those_that_exist(tmp_path):
     result = invoke("--arch", ARCH, "--out", str(tmp_path), "--op", "all_reduce")
     line = one_line_error(result, "InvalidArgumentError")
@@ -396,4 +415,4 @@ def test_registers_are_those_that_cuobjdump_prints(arch, tmp_path):
     file.write_bytes(kernel.cubin)
     command = [cuobjdump(), "-res-usage", str(file)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"REG:{build.max_registers(kernel.cubin)} " in text
+    assert f"REG:{cubin.max_registers(kernel.cubin)} " in text

@@ -318,11 +318,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, termin
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)
     monkeypatch.setattr(cli, "_console", lambda: console)
-    built = Built(Job(KernelKey("gather", ("push", 16)), "sm_90a"), 1234, 32, 0.5)
-    with cli._progress(2) as advance:
+    built = Built(Job(KernelKey("gather", ("push", 16)), "sm_90a"), 1234, 768, 32, 0.5)
+    with cli.progress(2) as advance:
         advance(built)
         advance(built)
     shown = text.getvalue()
     assert "2/2" in shown
-    assert ("gather-push-16 sm_90a 1234 bytes 0.50 s" in shown) == (not terminal)
+    assert ("gather-push-16 sm_90a 1234 bytes, 768 of SASS, 0.50 s" in shown) == (not terminal)
     assert ("\x1b[" in shown) == terminal

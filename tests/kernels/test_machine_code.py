@@ -22,6 +22,7 @@ from ptx_code import Ptx
 from sass_code import Sass, usage_findings
 
 from pcie_comm import build
+from pcie_comm.kernels import cubin
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "evidence" / "kernels.json"
@@ -69,7 +70,8 @@ def code(codes, request):
 def test_no_spill_and_no_local_memory(code):
     usage = report.resources(code.made.dump)
     assert usage_findings(usage) == []
-    assert usage["REG"] == build.max_registers(code.made.kernel.cubin)
+    assert usage["REG"] == cubin.max_registers(code.made.kernel.cubin)
+    assert code.made.sass_nbytes == cubin.sass_nbytes(code.made.kernel.cubin)
 
 
 def test_ptx_keeps_the_rules(code):
