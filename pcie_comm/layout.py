@@ -38,6 +38,17 @@ def align_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
+def divisor(number: int) -> int:
+    """Return the 64-bit scalar by which a kernel divides by `number` with a product and a shift.
+
+    `(n * (d & 0xFFFF_FFFF)) >> (d >> 32)` is n // number for 0 <= n < 2**31: with
+    2**(k - 1) < number <= 2**k the low half is 2**(31 + k) / number rounded up, which is too large
+    by less than number / 2**(31 + k) of itself (Granlund and Montgomery, 1994).
+    """
+    shift = 31 + (number - 1).bit_length()
+    return shift << 32 | -(-(1 << shift) // number)
+
+
 def next_epoch(epoch: int) -> int:
     """Return the epoch after `epoch`: 32 bits that wrap from the highest to 2.
 

@@ -6,12 +6,16 @@ The numbers come from measurement; docs/performance.md shows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
 
 TAGGED_BLOCK_UNITS = 256
 """Units of 8 data bytes that one thread block receives before a second one pays: one a thread."""
+
+ROUTER_BLOCK_TASKS = 4
+"""Groups that one router block ranks at a time: a pair of its warps each."""
 
 TAGGED_LIMIT_NBYTES = 65_536
 """Bytes a rank receives in all up to which tagged push is the fastest; see tagged_limit."""
@@ -63,16 +67,38 @@ def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks
     return max(1, min(max_blocks, wanted))
 
 
-def split_fused_grid(
-    protocol: str, rows: int, down_nbytes: int, world_size: int, max_blocks: int
-) -> tuple[int, int]:
-    """Return router blocks and gather blocks of a fused launch.
+@dataclass(frozen=True)
+class FusedGrid:
+    """How a fused launch is divided. Router blocks come first in the grid.
 
-    Router blocks come first: a row costs a block about as long as the gather of many kilobytes.
+    Attributes:
+        router_blocks, gather_blocks: How many of each.
+        rows_per_block: Rows whose 16 experts a router block selects.
+        tasks_per_block: Groups of experts that it ranks for the peers; a row has some per rank.
     """
-    most = max(1, max_blocks // 2)
-    gather = gather_blocks(protocol, down_nbytes, world_size, most)
-    return max(1, min(rows, max_blocks - gather)), gather
+
+    router_blocks: int
+    gather_blocks: int
+    rows_per_block: int
+    tasks_per_block: int
+
+
+def split_fused_grid(
+    protocol: str, rows: int, groups: int, down_nbytes: int, world_size: int, max_blocks: int
+) -> FusedGrid:
+    """Return the grid of a fused launch; `groups` are what one rank owns of a row.
+
+    Under push and pull a block ranks the groups of its own rows: what it collects is what the same
+    block of its peers staged. Units carry their own tags, so under tagged push a row's groups may
+    be spread over blocks, which pays: ranking a group keeps a fourth of a multiprocessor busy.
+    """
+    gather = gather_blocks(protocol, down_nbytes, world_size, max(1, max_blocks // 2))
+    tasks = rows * groups
+    wanted = max(rows, -(-tasks // ROUTER_BLOCK_TASKS)) if protocol == "tagged" else rows
+    router = max(1, min(wanted, max_blocks - gather))
+    rows_per_block = -(-rows // router)
+    spread = -(-tasks // router) if protocol == "tagged" else rows_per_block * groups
+    return FusedGrid(router, gather, rows_per_block, spread)
 
 
 def choose_transport(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
-from ..layout import PACK_NBYTES, align_up
+from ..layout import PACK_NBYTES, align_up, divisor
 from ..policy import choose_protocol, gather_blocks
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
 """Bytes per load and store: the widest that address, stride and row size allow is used."""
+
+BLOCK = 288
+"""Threads of a block: 256 that move bytes, and the warp that watches flags under tagged push."""
 
 GATHERED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
@@ -97,13 +100,31 @@ def plan_gather(
         info.segment_nbytes,
         info.tagged_limit_nbytes,
     )
+    grid = gather_blocks(protocol, staged, info.world_size, info.max_blocks)
+    pack = pack_width(info, protocol, tensors)
+    per_tensor = [column_scalars(meta, protocol, grid, pack) for meta in tensors]
     return Plan(
         op=op,
         outputs=outputs,
-        kernel=KernelKey(op, (protocol, pack_width(info, protocol, tensors))),
-        grid=gather_blocks(protocol, staged, info.world_size, info.max_blocks),
-        scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
+        kernel=KernelKey(op, (protocol, pack)),
+        grid=grid,
+        scalars=(rows, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
         facts=(protocol, *((meta.shape, meta.dtype) for meta in tensors)),
     )
+
+
+def column_scalars(
+    meta: TensorMeta, protocol: str, blocks: int, pack: int
+) -> tuple[int, int, int, int, int]:
+    """Return what a kernel is told of a tensor that `blocks` blocks gather.
+
+    Row size and stride in bytes; the row size as a divisor; what one block moves of the staged
+    form, in bytes, whole 16-byte units, so that the split does not depend on the pack; and how
+    many items that is, as a divisor: packs, or under tagged push units of 8 bytes.
+    """
+    size = row_nbytes(meta)
+    units = -(-meta.shape[0] * size // PACK_NBYTES)
+    chunk = max(1, -(-units // blocks)) * PACK_NBYTES
+    return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // (8 if protocol == "tagged" else pack))

@@ -52,6 +52,7 @@ class CompiledKernel:
 DEVICE_MODULES = (
     "all_gather",
     "dsl",
+    "fused_kernels",
     "gather_kernels",
     "primitives",
     "protocol",

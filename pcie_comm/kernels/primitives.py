@@ -76,6 +76,15 @@ def load_v4(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32,
 
 
 @dsl_user_op
+def load_f32(address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Load an fp32 if `enabled` is not 0, else return 0. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    text = "{\n.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.f32 $0, 0f00000000;\n@p ld.global.f32 $0, [$1];\n}"
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    return Float32(_asm(T.f32(), operands, text, "=&f,l,r", effects=True, **at))
+
+
+@dsl_user_op
 def store_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """Store 4 bytes. Order: weak."""
     at = {"loc": loc, "ip": ip}
@@ -434,9 +443,33 @@ def select(condition: Any, chosen: Any, other: Any) -> Any:
     return type(chosen)(cutlass.select_(condition, chosen, other))
 
 
-def divide(dividend: Int32, divisor: Int32) -> Int32:
-    """Return the quotient of two non-negative integers: unsigned, which is half the code."""
-    return Int32(Uint32(dividend) // Uint32(divisor))
+def quotient(dividend: Int32, divisor: Int64) -> Int32:
+    """Return a non-negative integer divided by what `layout.divisor` made of the divisor."""
+    product = Uint64(Uint32(dividend)) * Uint64(Uint32(divisor))
+    return Int32(product >> Uint64(divisor >> Int64(32)))
+
+
+@dsl_user_op
+def count_above(
+    count: Uint32, value: Uint64, limit: Uint64, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Return `count`, and one more if `value` > `limit`: one predicated add, no selection."""
+    at = {"loc": loc, "ip": ip}
+    text = "{\n.reg .pred p;\nsetp.gt.u64 p, $1, $2;\nmov.u32 $0, $3;\n@p add.u32 $0, $0, 1;\n}"
+    operands = [Uint64(value).ir_value(**at), Uint64(limit).ir_value(**at)]
+    operands += [Uint32(count).ir_value(**at)]
+    return Uint32(_asm(T.i32(), operands, text, "=&r,l,l,r", effects=False, **at))
+
+
+@dsl_user_op
+def count_above_u32(
+    count: Uint32, value: Uint32, limit: Uint32, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Return `count`, and one more if `value` > `limit`, for 32-bit integers."""
+    at = {"loc": loc, "ip": ip}
+    text = "{\n.reg .pred p;\nsetp.gt.u32 p, $1, $2;\nmov.u32 $0, $3;\n@p add.u32 $0, $0, 1;\n}"
+    operands = [Uint32(word).ir_value(**at) for word in (value, limit, count)]
+    return Uint32(_asm(T.i32(), operands, text, "=&r,r,r,r", effects=False, **at))
 
 
 def maximum(left: Any, right: Any) -> Any:

@@ -2,7 +2,8 @@
 
 One launch on one block, in order:
 
-    lane = Lane(args)                    epoch = last epoch + 1, slot = epoch % 2
+    lane = Lane(args)                    asks for the control words
+    lane.enter()                         epoch = last epoch + 1, slot = epoch % 2
     stage own bytes                      push: into every peer's slot; pull: into the own slot
     ok = lane.exchange(ok)               barrier, signal every peer, wait for every peer, barrier
     collect                              push: from the own slot; pull: from the peers' slots
@@ -92,15 +93,25 @@ class Wait(NamedTuple):
 class Lane(DeviceObject):
     """One block's view of its channel during one launch.
 
+    The constructor only asks for the channel's words; a kernel asks for its own inputs next, and
+    then enters, so that one trip to memory serves both.
+
     Attributes:
         thread, block, threads: Position in the launch.
-        epoch, slot: Of this launch.
+        table: Lane r holds the address of rank r's slab.
+        own: Address of the own slab.
+        epoch, slot: Of this launch; from `enter` on, as the following.
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
         slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
-        table: Lane r holds the address of rank r's slab.
-        own: Address of the own slab.
     """
+
+    epoch: Uint32
+    slot: Int32
+    ok: Uint32
+    segment_nbytes: Int64
+    slot_offset: Int64
+    flag: Uint64
 
     def __init__(self, args: LaneArgs, threads: int, tagged: bool = False) -> None:
         prim.follow_predecessor()
@@ -109,20 +120,25 @@ class Lane(DeviceObject):
         self.world_size = args.world_size
         self.signature = args.signature
         self.threads = threads
+        self.tagged = tagged
         self.thread = cute.arch.thread_idx()[0]
         self.block = cute.arch.block_idx()[0]
         self.grid = cute.arch.grid_dim()[0]
         self.lane = cute.arch.lane_idx()
+        self._words = prim.load_v4(self.control)
+        self._last_epoch = prim.load_u32(self._epoch_address(self.block))
         self.table = self.peer(self.lane & Int32(MAX_WORLD - 1))
         self.own = self.peer(self.rank)
-        poison, slot_nbytes, segment_nbytes, _ = prim.load_v4(self.control)
-        last_epoch = prim.load_u32(self._epoch_address(self.block))
-        follower = last_epoch + Uint32(1)
+
+    def enter(self) -> None:
+        """Derive epoch, slot and flag of this launch. Participants: every thread of the block."""
+        poison, slot_nbytes, segment_nbytes, _ = self._words
+        follower = self._last_epoch + Uint32(1)
         self.epoch = prim.select(follower == Uint32(0), Uint32(2), follower)
         self.slot = Int32(self.epoch & Uint32(1))
         self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
-        place = self.slot + Int32(NUM_SLOTS if tagged else 0)
+        place = self.slot + Int32(NUM_SLOTS if self.tagged else 0)
         self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(place) * Int64(slot_nbytes)
         self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
@@ -162,41 +178,51 @@ class Lane(DeviceObject):
             if ok != Uint32(0):
                 prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
                 wait = self.wait_flag(self.thread)
-        return self.conclude(ok, wait)
+        all_ok = self.conclude(ok, wait)
+        self.give_up(wait)
+        return all_ok
+
+    @cute.jit
+    def watch_flags(self) -> None:
+        """Tell every peer which call this is, and see that theirs is the same.
+
+        Participants: the last warp of the block, which does nothing else; the others meet it in
+        `conclude`. The flag publishes nothing and needs no order with the tagged payload.
+        """
+        self.announce()
+        wait = self.confirm()
+        prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
+
+    def _watched_peer(self) -> tuple[Int32, Uint32]:
+        """Return the rank whose flag a lane of the last warp watches, and 1 if there is one."""
+        watched = (self.lane < self.world_size) & (self.lane != self.rank)
+        return self.lane, Uint32(watched) & self.ok
 
     @cute.jit
     def announce(self) -> None:
-        """Tell every peer which call this is; needs no order with the tagged payload.
-
-        Participants: every thread of the block.
-        """
-        peer = self.thread - Int32(self.threads - WARP)
-        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
-            if self.ok != Uint32(0):
-                prim.announce(self.table + self._flag_offset(self.rank), self.flag)
+        """Raise this call's flag at every peer. Participants: the last warp."""
+        _, watched = self._watched_peer()
+        if watched != Uint32(0):
+            prim.announce(self.table + self._flag_offset(self.rank), self.flag)
 
     @cute.jit
     def confirm(self) -> Wait:
-        """Wait until every peer announced the same call. The last warp does, a lane per peer.
-
-        Participants: every thread of the block.
-        """
+        """Wait until every peer announced the same call, a lane per peer. The last warp does."""
+        peer, watched = self._watched_peer()
         wait = no_wait()
-        peer = self.thread - Int32(self.threads - WARP)
-        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
-            if self.ok != Uint32(0):
-                wait = self.wait_flag(peer)
-                self.give_up(wait)  # now: the other threads wait for units that may never come
+        if watched != Uint32(0):
+            wait = self.wait_flag(peer)
+            self.give_up(wait)  # now: the other threads wait for units that may never come
         return wait
 
     @cute.jit
     def conclude(self, ok: Uint32, wait: Wait) -> Uint32:
-        """Return 1 if no wait of the block gave up, else report the first and return 0.
+        """Return 1 if no wait of the block gave up, else 0. Advances the epoch.
 
-        Advances the epoch. Participants: every thread of the block.
+        Participants: every thread of the block, or, with `watch_flags`, all but the last warp. The
+        caller reports its `wait`.
         """
         all_ok = prim.block_all(ok & Uint32(wait.code == Uint32(0)))
-        self.give_up(wait)
         if self.thread == Int32(0):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
         if self.block == Int32(0):  # also for the blocks that this launch does not have

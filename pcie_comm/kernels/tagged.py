@@ -15,14 +15,16 @@ Why a slot may be written again without a closing handshake: docs/protocol.md.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
-from .all_gather import ColumnPart, Columns
-from .protocol import POLLS_PER_CHECK, DeviceObject, Lane, Wait, merge_waits
+from .all_gather import Columns
+from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
 
 UNITS_AT_ONCE = 2
 """Units a thread polls together."""
@@ -79,138 +81,162 @@ def _missing(lane: Lane, unit: tuple, enabled: Uint32) -> Uint32:
 
 
 class Transfer(NamedTuple):
-    """One unit on its way: to or from `peer`, `enabled` 0 if there is none."""
+    """One unit on its way to or from `peer`.
+
+    Attributes:
+        peer: The other rank; the own one in a world of one.
+        first: 1 for the first of a unit's transfers, which also serves the own output.
+        enabled: 0 if there is no such transfer.
+        byte: Of the tensor's staged form.
+        row, column: The same in its rows, in bytes.
+        columns: The tensor.
+    """
 
     peer: Int32
-    unit: Int32
+    first: Uint32
     enabled: Uint32
+    byte: Int32
+    row: Int32
+    column: Int32
+    columns: Columns
 
 
 class TaggedGather(DeviceObject):
-    """Moves one tensor as units, by `part` of `parts` blocks. See ColumnGather for the split.
+    """Moves one or two tensors as units, the chunks of block `part`. Workers: all but one warp.
 
-    A unit holds 8 bytes of the dense staged form; `pack` is 8 where rows and addresses allow to
-    load and store them whole, else 1.
-
-    `UNITS_AT_ONCE` units are in flight per thread; a block with more of them goes round again.
+    The transfers of all tensors form one list, spread over the threads peer by peer, the next rank
+    first: a warp stores neighbouring units to one peer. A unit holds 8 bytes of the dense staged
+    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1.
     """
 
-    def __init__(self, lane: Lane, columns: Columns, part: Int32, parts: Int32, pack: int) -> None:
+    def __init__(self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int) -> None:
         self.lane = lane
-        self.columns = columns
+        self.tensors = columns
         self.pack = pack
-        self.part = ColumnPart(columns, part, parts, prim.UNIT_DATA_NBYTES)
-        self.count = self.part.count
-        self.pairs = self.count * (lane.world_size - Int32(1))
-        self.base = lane.slot_offset + columns.staged * 2
+        self.part = part
+        self.workers = lane.threads - WARP
+        self.steps = prim.maximum(lane.world_size - Int32(1), Int32(1))
+        self.sizes = [(c.chunk >> Int32(3)) * self.steps for c in columns]
+        self.total = self.sizes[0] + (self.sizes[1] if len(columns) == 2 else Int32(0))
 
-    def _transfer(self, flat: Int32, ok: Uint32) -> Transfer:
+    def transfer(self, flat: Int32) -> Transfer:
         """Return the `flat`-th transfer of this block: disabled past the last."""
-        enabled = Uint32(flat < self.pairs) & ok
-        step = prim.divide(prim.minimum(flat, self.pairs - Int32(1)), self.count)
-        ahead = self.lane.rank + step + Int32(1)
-        return Transfer(self.lane.wrap(ahead), self.part.first + flat - step * self.count, enabled)
+        columns, local = self.tensors[0], flat
+        if len(self.tensors) == 2:
+            second = flat >= self.sizes[0]
+            columns = Columns(
+                *(
+                    prim.select(second, getattr(b, field.name), getattr(a, field.name))
+                    for a, b in [self.tensors]
+                    for field in dataclasses.fields(Columns)
+                )
+            )
+            local = flat - prim.select(second, self.sizes[0], Int32(0))
+        step = prim.quotient(local, columns.chunk_divisor)
+        begin = self.part * columns.chunk
+        byte = begin + (local << Int32(3)) - step * columns.chunk
+        row, column = columns.split(byte)
+        return Transfer(
+            peer=self.lane.wrap(
+                self.lane.rank + prim.minimum(step, self.steps - Int32(1)) + Int32(1)
+            ),
+            first=Uint32(step == Int32(0)),
+            enabled=Uint32((flat < self.total) & (byte < columns.nbytes)),
+            byte=byte,
+            row=row,
+            column=column,
+            columns=columns,
+        )
 
-    def _segment(self, writer: Int32, unit: Int32) -> Int64:
-        """Return the offset of a unit in any rank's slab."""
-        return self.base + Int64(writer) * self.lane.segment_nbytes + Int64(unit) * 16
+    def _segment(self, writer: Int32, one: Transfer) -> Int64:
+        """Return the offset of a transfer's unit in any rank's slab."""
+        lane = self.lane
+        segment = lane.slot_offset + Int64(writer) * lane.segment_nbytes
+        return segment + (one.columns.staged + Int64(one.byte)) * 2
 
     @cute.jit
-    def load(self, unit: Int32, enabled: Uint32) -> tuple:
+    def load(self, one: Transfer) -> tuple:
         """Return 8 bytes of the own shard as two words."""
+        columns = one.columns
         if cutlass.const_expr(self.pack == 8):
-            row, column = self.part.split(unit * Int32(8))
-            address = self.columns.source + Int64(row) * self.columns.source_stride + Int64(column)
-            return prim.load_v2(address, enabled)
+            start = columns.source + Int64(one.row) * columns.source_stride
+            return prim.load_v2(start + Int64(one.column), one.enabled)
         words = [Uint32(0), Uint32(0)]
         for i in cutlass.range_constexpr(8):
-            byte = unit * Int32(8) + Int32(i)
-            row, column = self.part.split(byte)
-            address = self.columns.source + Int64(row) * self.columns.source_stride + Int64(column)
-            inside = enabled & Uint32(byte < self.part.nbytes)
+            byte = one.byte + Int32(i)
+            row, column = columns.split(byte)
+            address = columns.source + Int64(row) * columns.source_stride + Int64(column)
+            inside = one.enabled & Uint32(byte < columns.nbytes)
             (value,) = prim.load_pack(address, inside, 1)
             words[i // 4] = words[i // 4] | (value << Uint32(8 * (i % 4)))
         return words[0], words[1]
 
     @cute.jit
-    def store(self, peer: Int32, unit: Int32, words: tuple, enabled: Uint32) -> None:
+    def store(self, rank: Int32, one: Transfer, words: tuple, enabled: Uint32) -> None:
         """Write 8 bytes of a rank's shard to the output."""
-        columns = self.columns
-        start = columns.output + Int64(peer) * Int64(columns.row_nbytes)
+        columns = one.columns
+        start = columns.output + Int64(rank) * Int64(columns.row_nbytes)
         if cutlass.const_expr(self.pack == 8):
-            row, column = self.part.split(unit * Int32(8))
-            address = start + Int64(row) * Int64(columns.output_stride) + Int64(column)
+            address = start + Int64(one.row) * Int64(columns.output_stride) + Int64(one.column)
             prim.store_v2(address, words, enabled)
         else:
             for i in cutlass.range_constexpr(8):
-                byte = unit * Int32(8) + Int32(i)
-                row, column = self.part.split(byte)
+                byte = one.byte + Int32(i)
+                row, column = columns.split(byte)
                 address = start + Int64(row) * Int64(columns.output_stride) + Int64(column)
-                inside = enabled & Uint32(byte < self.part.nbytes)
+                inside = enabled & Uint32(byte < columns.nbytes)
                 value = words[i // 4] >> Uint32(8 * (i % 4))
                 prim.store_pack(address, (value,), inside, 1)
 
     @cute.jit
-    def stage(self) -> None:
-        """Push this block's units to every peer. Participants: every thread of the block.
-
-        Transfers are spread over the threads peer by peer, the next rank first: a warp stores
-        neighbouring units to one peer.
-        """
+    def send(self, one: Transfer, words: tuple) -> None:
+        """Push a unit to its peer; the first of its transfers copies it to the own output too."""
         lane = self.lane
-        rounds = (self.pairs + Int32(lane.threads - 1)) // Int32(lane.threads)
-        for turn in cutlass.range(rounds, unroll=1):
-            there = self._transfer(turn * Int32(lane.threads) + lane.thread, lane.ok)
-            words = self.load(there.unit, there.enabled)
-            address = self.lane.peer_of_lane(there.peer) + self._segment(lane.rank, there.unit)
-            prim.store_unit(address, words, lane.epoch, there.enabled)
+        ok = one.enabled & lane.ok
+        address = lane.peer_of_lane(one.peer) + self._segment(lane.rank, one)
+        prim.store_unit(address, words, lane.epoch, ok & Uint32(one.peer != lane.rank))
+        self.store(lane.rank, one, words, ok & one.first)
 
     @cute.jit
-    def copy_own(self) -> None:
-        """Copy this block's part of the own shard to the output, while peers are on their way."""
-        lane = self.lane
-        for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
-            unit = self.part.first + local
-            self.store(lane.rank, unit, self.load(unit, lane.ok), lane.ok)
+    def stage(self, turn: Int32) -> None:
+        """Push this block's units to every peer, from a turn on. Participants: workers."""
+        workers = Int32(self.workers)
+        begin = self.lane.thread + turn * workers
+        for flat in cutlass.range(begin, self._padded(), workers, unroll=1):
+            one = self.transfer(flat)
+            self.send(one, self.load(one))
+
+    def _padded(self) -> Int32:
+        """Return the end of a loop over transfers that the lanes of a warp leave together."""
+        return (self.total + Int32(WARP - 1)) & Int32(-WARP)
 
     @cute.jit
-    def collect(self, ok: Uint32, confirmed: Wait, concludes: cutlass.Constexpr) -> Uint32:
+    def collect(self, ok: Uint32) -> Wait:
         """Wait for this block's units of every peer and write them to the output.
 
-        Participants: every thread of the block. Nothing is written before the launch is concluded,
-        that is before every peer's flag has been seen: the first tensor does it, with its first
-        turn. Returns 1 if all is well.
-
-        Args:
-            ok: 0 if nothing may be written.
-            confirmed: How the wait for the flags ended.
-            concludes: True for the first tensor of a launch.
+        Participants: workers. Nothing is written before the launch is concluded, that is before
+        every peer's flag has been seen: the first turn does it. Returns how the waits ended.
         """
         lane = self.lane
-        at_once = Int32(lane.threads * UNITS_AT_ONCE)
-        turns = (self.pairs + at_once - Int32(1)) // at_once
-        if cutlass.const_expr(concludes):
-            turns = prim.maximum(turns, Int32(1))
-        for turn in cutlass.range(turns, unroll=1):
-            begin = turn * at_once
+        at_once = Int32(self.workers * UNITS_AT_ONCE)
+        last = prim.maximum(self.total, Int32(1))
+        late = no_wait()
+        for begin in cutlass.range(0, last, at_once, unroll=1):
             here = [
-                self._transfer(begin + Int32(i * lane.threads) + lane.thread, ok)
+                self.transfer(begin + Int32(i * self.workers) + lane.thread)
                 for i in range(UNITS_AT_ONCE)
             ]
+            awaited = [ok & t.enabled & Uint32(t.peer != lane.rank) for t in here]
             units, wait = await_units(
                 lane,
-                tuple(lane.own + self._segment(t.peer, t.unit) for t in here),
+                tuple(lane.own + self._segment(t.peer, t) for t in here),
                 tuple(t.peer for t in here),
-                tuple(t.enabled for t in here),
+                tuple(awaited),
             )
-            if cutlass.const_expr(concludes):
-                if turn == Int32(0):
-                    ok = self.lane.conclude(ok, merge_waits(confirmed, wait))
-                else:
-                    self.lane.give_up(wait)
-            else:
-                self.lane.give_up(wait)
+            late = merge_waits(late, wait)
+            if begin == Int32(0):
+                ok = lane.conclude(ok, wait)
             good = ok & Uint32(wait.code == Uint32(0))
             for i in cutlass.range_constexpr(UNITS_AT_ONCE):
-                self.store(here[i].peer, here[i].unit, units[i], here[i].enabled & good)
-        return ok
+                self.store(here[i].peer, here[i], units[i], awaited[i] & good)
+        return late
