@@ -23,9 +23,12 @@ NUM_SLOTS = 2
 """Nobody is ever more than one epoch ahead (docs/protocol.md), so two slots suffice."""
 
 PACK_NBYTES = 16
-"""Widest load and store; every staged tensor starts on this boundary."""
+"""Widest load and store."""
 
 LINE_NBYTES = 128
+
+STAGED_ALIGNMENT = LINE_NBYTES // 2
+"""Every staged tensor, and a block's part of it, starts on this boundary: tagged, on a line."""
 
 SLAB_MAGIC = 0x5043_4945_434F_4D31
 """First word of every slab. A peer checks it, and the nonce behind it, after mapping."""

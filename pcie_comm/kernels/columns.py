@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
-from ..layout import PACK_NBYTES, align_up, divisor
+from ..layout import STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, gather_blocks
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
@@ -92,7 +92,7 @@ def plan_gather(
             f"the tensors have different rows={[meta.shape[0] for meta in tensors]}", op=op
         )
     sizes = [row_nbytes(meta) for meta in tensors]
-    staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
+    staged = sum(align_up(rows * size, STAGED_ALIGNMENT) for size in sizes)
     protocol = choose_protocol(
         info.protocol,
         staged,
@@ -121,10 +121,10 @@ def column_scalars(
     """Return what a kernel is told of a tensor that `blocks` blocks gather.
 
     Row size and stride in bytes; the row size as a divisor; what one block moves of the staged
-    form, in bytes, whole 16-byte units, so that the split does not depend on the pack; and how
+    form, in bytes, a multiple of STAGED_ALIGNMENT, so that the split does not depend on the pack
+    and no line is written by two blocks; and how
     many items that is, as a divisor: packs, or under tagged push units of 8 bytes.
     """
     size = row_nbytes(meta)
-    units = -(-meta.shape[0] * size // PACK_NBYTES)
-    chunk = max(1, -(-units // blocks)) * PACK_NBYTES
+    chunk = max(1, -(-meta.shape[0] * size // (blocks * STAGED_ALIGNMENT))) * STAGED_ALIGNMENT
     return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // (8 if protocol == "tagged" else pack))

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ..layout import PACK_NBYTES
+from ..layout import STAGED_ALIGNMENT
 from .all_gather import NUM_SCALARS, ColumnGather, Columns
 from .protocol import WARP, Lane, LaneArgs, Staging
 from .tagged import TaggedGather
@@ -22,8 +22,8 @@ def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[C
         begin = 1 + i * NUM_SCALARS
         of_tensor = scalars[begin : begin + NUM_SCALARS]
         columns.append(Columns.of(lane, rows, staged, tensors[i], tensors[count + i], of_tensor))
-        units = (columns[i].nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
-        staged += Int64(units) * PACK_NBYTES
+        padded = (columns[i].nbytes + Int32(STAGED_ALIGNMENT - 1)) & Int32(-STAGED_ALIGNMENT)
+        staged += Int64(padded)
     return columns
 
 
