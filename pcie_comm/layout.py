@@ -132,7 +132,9 @@ class ControlLayout:
 
     poison u32: 0, or the failure code of the first launch that gave up; written by kernels.
     timeout_ns u64, abort u64, status u64: constants; the latter two are device addresses of
-    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab.
+    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab. relays u32:
+    1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
+    of every peer of a tagged launch; written by kernels.
     peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
     epoch of the last launch, one word per block; every launch advances all of them by one.
     """
@@ -140,9 +142,11 @@ class ControlLayout:
     POISON = 0
     SLOT_NBYTES = 4
     SEGMENT_NBYTES = 8
+    RELAYS = 12
     TIMEOUT_NS = 16
     ABORT = 24
     STATUS = 32
+    CONFIRMED = 40
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
     NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)

@@ -5,6 +5,7 @@ The numbers come from measurement; docs/performance.md shows it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ ROUTER_BLOCK_TASKS = 4
 
 TAGGED_LIMIT_NBYTES = 65_536
 """Bytes a rank receives in all up to which tagged push is the fastest; see tagged_limit."""
+
+
+PATIENCE_NBYTES = 65_536
+"""Bytes a rank receives in pinned host memory from which it polls flags first; see patience."""
 
 
 def protocols_of(requested: str) -> tuple[str, ...]:
@@ -65,6 +70,20 @@ def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks
     else:
         wanted = -(-staged_nbytes * world_size // GATHER_BLOCK_NBYTES)
     return max(1, min(max_blocks, wanted))
+
+
+def patience(transport: str, sharers: int) -> int:
+    """Return the received bytes from which a rank waits for flags before it polls for payload.
+
+    In pinned host memory a poll of the payload is as much traffic as the payload. With much of it
+    on one link, polls that come too early delay what they wait for.
+    """
+    return PATIENCE_NBYTES // sharers if transport == "host_pinned" else sys.maxsize
+
+
+def is_patient(staged_nbytes: int, world_size: int, limit_nbytes: int) -> bool:
+    """Tell whether a call in which each rank stages `staged_nbytes` is over the limit."""
+    return staged_nbytes * world_size > limit_nbytes
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ class AllGatherHeads(Collective):
     block = BLOCK
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 6
+        return 7
 
     def variants(self) -> Sequence[KernelKey]:
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows, and those of columns.column_scalars."""
+        """See Collective.plan. Scalars: rows, patience, and those of columns.column_scalars."""
         (meta,) = tensors
         check_columns(self.name, "local_heads", meta, ndim=3, max_rows=info.max_rows)
         if meta.dtype == "float32":

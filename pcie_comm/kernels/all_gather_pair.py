@@ -27,13 +27,13 @@ class AllGatherPair(Collective):
         return 2
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 11
+        return 12
 
     def variants(self) -> Sequence[KernelKey]:
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows; those of columns.column_scalars for each tensor."""
+        """See Collective.plan. Scalars: rows; patience; those of columns.column_scalars for each tensor."""
         for label, meta in zip(("local_first", "local_second"), tensors, strict=True):
             check_columns(self.name, label, meta, ndim=2, max_rows=info.max_rows)
         outputs = tuple(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
-from ..policy import choose_protocol, gather_blocks
+from ..policy import choose_protocol, gather_blocks, is_patient
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
@@ -100,6 +100,7 @@ def plan_gather(
         info.segment_nbytes,
         info.tagged_limit_nbytes,
     )
+    patient = int(is_patient(staged, info.world_size, info.patience_nbytes))
     grid = gather_blocks(protocol, staged, info.world_size, info.max_blocks)
     pack = pack_width(info, protocol, tensors)
     per_tensor = [column_scalars(meta, protocol, grid, pack) for meta in tensors]
@@ -108,7 +109,7 @@ def plan_gather(
         outputs=outputs,
         kernel=KernelKey(op, (protocol, pack)),
         grid=grid,
-        scalars=(rows, *(scalar for scalars in per_tensor for scalar in scalars)),
+        scalars=(rows, patient, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
         facts=(protocol, *((meta.shape, meta.dtype) for meta in tensors)),

@@ -34,7 +34,7 @@ from .topk import (
     LISTS,
     RECORD_NBYTES,
     TOP_K,
-    Candidate,
+    emit,
     judge,
     place_image,
     place_record,
@@ -178,40 +178,54 @@ class RouterBlock(DeviceObject):
         return segment + Int64(index * Int32(TOP_K) + seat) * 16
 
     @cute.jit
-    def collect(self, ok: Uint32) -> Wait:
+    def collect(self, ok: Uint32, late: Wait) -> Wait:
         """Levels 3 and 4 of the block's rows. Participants: workers.
 
         Requires: `exchange` returned `ok`, or, with tags: this concludes the launch between the
         first row's levels, so nothing is written before every peer's flag has been seen. Returns
-        how the waits ended.
+        how the waits ended, of which `late` was the first.
         """
-        last = self.rows.last_row
+        rows, pair, final = self.rows, self.pair, self.final
+        ok &= Uint32(late.code == Uint32(0))
+        last = rows.last_row
         if cutlass.const_expr(self.tagged):
-            last = prim.maximum(last, self.rows.first_row + Int32(1))
-        wait = no_wait()
-        quarter = self.pair.index
-        for row in cutlass.range(self.rows.first_row, last, unroll=1):
-            there = ok & Uint32(row < self.rows.last_row)
-            record, present, own_wait = self._fetch_record(row, there)
-            wait = merge_waits(wait, own_wait)
+            last = prim.maximum(last, rows.first_row + Int32(1))
+        for row in cutlass.range(rows.first_row, last, unroll=1):
+            there = Uint32(row < rows.last_row)
+            record, present, wait = self._fetch_record(row, ok & there)
+            late = merge_waits(late, wait)
             image = read_record(record, self.bias_address, self.spec.num_experts)
             image = prim.select(present != Uint32(0), image, Uint32(0))
-            place_image(self.pair.images + self.pair.list * IMAGES_NBYTES, self.pair.seat, image)
-            self.pair.sync()
-            rank = rank_in_others(self.pair.images, self.pair.list, self.pair.seat, image)
-            self.final.enter(quarter, rank, image)
-            if cutlass.const_expr(self.tagged):
-                if row == self.rows.first_row:
-                    ok = self.lane.conclude(ok, wait)
+            rank = pair.seat
+            for level in cutlass.range(2, unroll=1):
+                quarters = level != Int32(0)
+                lists = prim.select(quarters, final.images, pair.images)
+                own = prim.select(quarters, pair.index, pair.list)
+                place_image(lists + own * Int32(IMAGES_NBYTES), rank, image)
+                if level == Int32(0):
+                    pair.sync()
+                elif row == rows.first_row:
+                    ok = self._conclude(ok, late)
                 else:
                     sync_workers()
-            else:
-                sync_workers()
-            there = ok & Uint32(row < self.rows.last_row)
-            offset = Int64(row) * (TOP_K * 4)
-            outputs = (self.rows.weights + offset, self.rows.ids + offset)
-            self.final.finish(quarter, rank, Candidate(image, record), outputs, there, self.spec)
-        return wait
+                rank = rank_in_others(lists, own, rank, image)
+            place_record(final.records, rank, record)
+            sync_workers()
+            if cute.arch.warp_idx() == Int32(0):
+                if (ok & there) != Uint32(0):
+                    offset = Int64(row) * (TOP_K * 4)
+                    lane = cute.arch.lane_idx()
+                    emit(final.records, lane, rows.weights + offset, rows.ids + offset, self.spec)
+        return late
+
+    @cute.jit
+    def _conclude(self, ok: Uint32, wait: Wait) -> Uint32:
+        """Conclude the launch, where that was not done by an exchange. A barrier of the workers."""
+        if cutlass.const_expr(self.tagged):
+            ok = self.lane.conclude(ok, wait)
+        else:
+            sync_workers()
+        return ok
 
     @cute.jit
     def _fetch_record(self, row: Int32, enabled: Uint32) -> tuple:
@@ -237,9 +251,9 @@ class RouterBlock(DeviceObject):
 def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) -> Any:
     """Return the kernel of all_gather_pair_topk.
 
-    Its scalars: rows, router blocks, rows per router block, tasks per router block, log2 of the
-    groups per rank, experts per group, router row stride in bytes; then those of the down row, see
-    all_gather.columns_of.
+    Its scalars: rows, router blocks, whether to wait for the flags before polling units, rows per
+    router block, tasks per router block, log2 of the groups per rank, experts per group, router row
+    stride in bytes; then those of the down row, see columns.column_scalars.
     """
     if protocol == "tagged":
         return _tagged_kernel(spec, pack, threads)
@@ -266,7 +280,7 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
             if lane.block >= router_blocks:
                 gather.collect()
             elif lane.thread < Int32(WORKERS):
-                router.collect(ok)
+                router.collect(ok, no_wait())
 
     return gather_select
 
@@ -278,23 +292,25 @@ def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
         rows, columns = split_tensors(lane, tensors, scalars)
         router_blocks = Int32(scalars[1])
         router = RouterBlock(Staging(lane, True), rows, spec, tagged=True)
+        gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
         logit, bias = router.fetch(router.first_task())
         biases = router.fetch_biases()
         lane.enter()
         if lane.thread >= Int32(WORKERS):
             lane.watch_flags()
         else:
-            wait = no_wait()
             if lane.block < router_blocks:
                 router.keep_biases(biases)
                 router.stage(logit, bias)
-                sync_workers()
-                wait = router.collect(lane.ok)
             else:
-                gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
                 gather.stage(Int32(0))
-                wait = gather.collect(lane.ok)
-            lane.give_up(wait)
+            late = lane.await_relay(Int32(scalars[2]))
+            if lane.block < router_blocks:
+                sync_workers()
+                late = router.collect(lane.ok, late)
+            else:
+                late = gather.collect(lane.ok, late)
+            lane.give_up(late)
 
     return gather_select_tagged
 
@@ -302,15 +318,15 @@ def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
 def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRows, Columns]:
     """Return the two halves of a fused launch's arguments."""
     down, logits, biases, down_out, weights, ids = tensors
-    rows, _, rows_per_block, tasks_per_block, group_shift, group_size = (
-        Int32(s) for s in scalars[:6]
+    rows, _, _, rows_per_block, tasks_per_block, group_shift, group_size = (
+        Int32(s) for s in scalars[:7]
     )
     tasks = rows << group_shift
     first_row = prim.minimum(lane.block * rows_per_block, rows)
     first_task = prim.minimum(lane.block * tasks_per_block, tasks)
     router = RouterRows(
         logits=logits,
-        stride=scalars[6],
+        stride=scalars[7],
         biases=biases,
         weights=weights,
         ids=ids,
@@ -322,5 +338,5 @@ def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRow
         group_size=group_size,
     )
     staged = Int64(tasks) * LIST_NBYTES
-    columns = Columns.of(lane, rows, staged, down, down_out, scalars[7:])
+    columns = Columns.of(lane, rows, staged, down, down_out, scalars[8:])
     return router, columns

@@ -13,13 +13,17 @@ from .protocol import WARP, Lane, LaneArgs, Staging
 from .tagged import TaggedGather
 
 
+UNITS_AT_ONCE = 2
+"""Units a thread polls together."""
+
+
 def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
-    """Return the launch's tensors; scalars: rows, then NUM_SCALARS for each of `count` tensors."""
+    """Return the launch's tensors; scalars: rows, patience, NUM_SCALARS for each."""
     rows = Int32(scalars[0])
     staged = Int64(0)
     columns = []
     for i in range(count):
-        begin = 1 + i * NUM_SCALARS
+        begin = 2 + i * NUM_SCALARS
         of_tensor = scalars[begin : begin + NUM_SCALARS]
         columns.append(Columns.of(lane, rows, staged, tensors[i], tensors[count + i], of_tensor))
         padded = (columns[i].nbytes + Int32(STAGED_ALIGNMENT - 1)) & Int32(-STAGED_ALIGNMENT)
@@ -54,7 +58,7 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
     @cute.kernel
     def gather_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
-        gather = TaggedGather(lane, columns_of(count, lane, tensors, scalars), lane.block, pack)
+        gather = TaggedGather(lane, columns_of(count, lane, tensors, scalars), lane.block, pack, UNITS_AT_ONCE)
         first = gather.transfer(lane.thread)
         words = gather.load(first)
         lane.enter()
@@ -63,6 +67,7 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
         else:
             gather.send(first, words)
             gather.stage(Int32(1))
-            lane.give_up(gather.collect(lane.ok))
+            late = lane.await_relay(Int32(scalars[1]))
+            lane.give_up(gather.collect(lane.ok, late))
 
     return gather_tagged

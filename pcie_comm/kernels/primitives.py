@@ -218,21 +218,18 @@ def store_unit(
 
 
 @dsl_user_op
-def load_unit(
-    address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None
-) -> tuple[Uint32, ...]:
-    """Return data 0, tag 0, data 1, tag 1 of a unit; zeros if not `enabled`.
+def load_unit(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """Return data 0, tag 0, data 1, tag 1 of a unit.
 
     Order: relaxed at system scope; a half whose tag is the awaited epoch is complete.
     """
     at = {"loc": loc, "ip": ip}
     text = (
-        "{\n.reg .pred p;\n.reg .b64 a;\n.reg .b64 b;\nsetp.ne.u32 p, $5, 0;\n"
-        "mov.b64 a, 0;\nmov.b64 b, 0;\n@p ld.relaxed.sys.global.v2.b64 {a, b}, [$4];\n"
+        "{\n.reg .b64 a;\n.reg .b64 b;\nld.relaxed.sys.global.v2.b64 {a, b}, [$4];\n"
         "mov.b64 {$0, $1}, a;\nmov.b64 {$2, $3}, b;\n}"
     )
-    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
-    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l,r", effects=True, **at)
+    operands = [Int64(address).ir_value(**at)]
+    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l", effects=True, **at)
     return _fields(value, 4, Uint32, T.i32(), **at)
 
 
@@ -352,6 +349,29 @@ def block_all(condition: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     )
     operands = [Uint32(condition).ir_value(**at)]
     return Uint32(_asm(T.i32(), operands, text, "=r,r", effects=True, **at))
+
+
+@dsl_user_op
+def reciprocal_of_normal(value: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Return 1 / value, correctly rounded, for 1 <= value < 2**126.
+
+    One Newton step on the approximation: what `rcp.rn` does in that range, without its branch.
+    """
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .f32 a;\n.reg .f32 b;\nrcp.approx.ftz.f32 a, $1;\nneg.f32 b, $1;\n"
+        "fma.rn.f32 b, b, a, 0f3F800000;\nfma.rn.f32 $0, a, b, a;\n}"
+    )
+    operands = [Float32(value).ir_value(**at)]
+    return Float32(_asm(T.f32(), operands, text, "=f,f", effects=False, **at))
+
+
+@dsl_user_op
+def opaque(value: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Return `value`, which the compiler then knows nothing about: 1 / x stays a division."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Float32(value).ir_value(**at)]
+    return Float32(_asm(T.f32(), operands, "mov.f32 $0, $1;", "=f,f", effects=False, **at))
 
 
 def warp_all(condition: Any) -> Uint32:

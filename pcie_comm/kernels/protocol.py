@@ -40,6 +40,9 @@ from . import primitives as prim
 
 WARP = 32
 
+TIMER_SHIFT = 10
+"""Waits are timed in units of 1,024 ns: 32 bits last for 73 minutes."""
+
 POLLS_PER_CHECK = 1024
 """Polls between two looks at clock, abort word and poison word; costs nothing measurable."""
 
@@ -81,13 +84,13 @@ class Wait(NamedTuple):
         code: 0 if the wait succeeded.
         peer: Rank that was awaited.
         seen: Flag that was seen last.
-        elapsed: Nanoseconds.
+        elapsed: Units of 1,024 ns.
     """
 
     code: Uint32
     peer: Int32
     seen: Uint64
-    elapsed: Int64
+    elapsed: Uint32
 
 
 class Lane(DeviceObject):
@@ -104,6 +107,7 @@ class Lane(DeviceObject):
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
         slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
+        relays: 1 if only block 0 looks at the peers' flags of a tagged launch, and tells the others.
     """
 
     epoch: Uint32
@@ -112,6 +116,7 @@ class Lane(DeviceObject):
     segment_nbytes: Int64
     slot_offset: Int64
     flag: Uint64
+    relays: Uint32
 
     def __init__(self, args: LaneArgs, threads: int, tagged: bool = False) -> None:
         prim.follow_predecessor()
@@ -132,7 +137,7 @@ class Lane(DeviceObject):
 
     def enter(self) -> None:
         """Derive epoch, slot and flag of this launch. Participants: every thread of the block."""
-        poison, slot_nbytes, segment_nbytes, _ = self._words
+        poison, slot_nbytes, segment_nbytes, self.relays = self._words
         follower = self._last_epoch + Uint32(1)
         self.epoch = prim.select(follower == Uint32(0), Uint32(2), follower)
         self.slot = Int32(self.epoch & Uint32(1))
@@ -156,7 +161,10 @@ class Lane(DeviceObject):
         return (Int64(high) << Int64(32)) | Int64(Uint32(low))
 
     def _flag_offset(self, writer: Int32) -> Int64:
-        row = self.slot * Int32(MAX_BLOCKS) + self.block
+        """Return the offset of a rank's flag: one per block, but one per tagged launch."""
+        row = self.slot * Int32(MAX_BLOCKS)
+        if not self.tagged:
+            row += self.block
         return Int64(SlabLayout.FLAGS_OFFSET) + Int64(
             row * Int32(SlabLayout.FLAG_ROW_NBYTES) + writer * Int32(SlabLayout.FLAG_NBYTES)
         )
@@ -177,7 +185,8 @@ class Lane(DeviceObject):
         if self.thread < self.world_size and self.thread != self.rank:
             if ok != Uint32(0):
                 prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
-                wait = self.wait_flag(self.thread)
+                address = self.own + self._flag_offset(self.thread)
+                wait = self.wait_flag(address, self.thread, Uint32(0))
         all_ok = self.conclude(ok, wait)
         self.give_up(wait)
         return all_ok
@@ -193,26 +202,47 @@ class Lane(DeviceObject):
         wait = self.confirm()
         prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
 
-    def _watched_peer(self) -> tuple[Int32, Uint32]:
-        """Return the rank whose flag a lane of the last warp watches, and 1 if there is one."""
-        watched = (self.lane < self.world_size) & (self.lane != self.rank)
-        return self.lane, Uint32(watched) & self.ok
-
     @cute.jit
     def announce(self) -> None:
-        """Raise this call's flag at every peer. Participants: the last warp."""
-        _, watched = self._watched_peer()
-        if watched != Uint32(0):
+        """Raise this call's flag at every peer, once per launch. Participants: the last warp."""
+        watched = (self.lane < self.world_size) & (self.lane != self.rank)
+        if (Uint32(watched) & self.ok) != Uint32(0) and self.block == Int32(0):
             prim.announce(self.table + self._flag_offset(self.rank), self.flag)
 
     @cute.jit
     def confirm(self) -> Wait:
-        """Wait until every peer announced the same call, a lane per peer. The last warp does."""
-        peer, watched = self._watched_peer()
+        """Wait until every peer announced the same call, a lane per peer. The last warp does.
+
+        Where slabs lie in host memory, a poll is a trip over the link, and blocks that poll the
+        same line wait for one another: there block 0 tells the others through the control block.
+        """
+        relayed = self.relays & Uint32(self.block != Int32(0))
+        watched = Uint32((self.lane < self.world_size) & (self.lane != self.rank))
+        watched = prim.select(relayed != Uint32(0), Uint32(self.lane == Int32(0)), watched)
+        address = self.own + self._flag_offset(self.lane)
+        address = prim.select(relayed != Uint32(0), self._relay(), address)
         wait = no_wait()
-        if watched != Uint32(0):
-            wait = self.wait_flag(peer)
+        if (watched & self.ok) != Uint32(0):
+            wait = self.wait_flag(address, self.lane, relayed)
             self.give_up(wait)  # now: the other threads wait for units that may never come
+        if self.block == Int32(0):
+            confirmed = prim.warp_all(wait.code == Uint32(0)) & self.ok
+            if self.lane == Int32(0) and confirmed != Uint32(0):
+                prim.announce(self._relay(), self.flag)
+        return wait
+
+    def _relay(self) -> Int64:
+        return self.control + Int64(ControlLayout.CONFIRMED)
+
+    @cute.jit
+    def await_relay(self, enabled: Int32) -> Wait:
+        """Wait until block 0 saw every peer's flag, if `enabled`. Participants: whole warps.
+
+        Saves the link polls that are too early to find anything.
+        """
+        wait = no_wait()
+        if enabled != Int32(0) and self.ok != Uint32(0):
+            wait = self.wait_flag(self._relay(), self.rank, Uint32(1))
         return wait
 
     @cute.jit
@@ -231,35 +261,40 @@ class Lane(DeviceObject):
         return all_ok
 
     @cute.jit
-    def wait_flag(self, peer: Int32) -> Wait:
-        """Wait until `peer` raised this call's flag. Participants: one thread.
+    def wait_flag(self, address: Int64, peer: Int32, relayed: Uint32) -> Wait:
+        """Wait until `peer` raised this call's flag. Participants: one thread, or a warp alike.
 
-        Order: acquire at system scope.
+        Order: acquire at system scope. A relayed flag is given twice the time, so that whoever
+        waits for the peer itself is the first to report.
         """
-        address = self.own + self._flag_offset(peer)
         seen = prim.poll(address)
         code = Uint32(0)
         polls = Int32(0)
-        started = Int64(0)
-        elapsed = Int64(0)
+        started = Uint32(0)
+        elapsed = Uint32(0)
         while seen != self.flag and code == Uint32(0):
             seen = prim.poll(address)
             polls += Int32(1)
             if polls == Int32(POLLS_PER_CHECK):
                 polls = Int32(0)
-                now = prim.global_timer()
-                started = prim.select(started == Int64(0), now, started)
-                elapsed = now - started
-                code = self.hopeless(elapsed)
+                started, elapsed = self.time_since(started)
+                code = self.hopeless(elapsed >> relayed)
                 other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
                 code = prim.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
         return Wait(code, peer, seen, elapsed)
 
+    def time_since(self, started: Uint32) -> tuple[Uint32, Uint32]:
+        """Return when a wait was first timed, and the time since, in units of 1,024 ns."""
+        now = Uint32(prim.global_timer() >> Int64(TIMER_SHIFT)) | Uint32(1)
+        started = prim.select(started == Uint32(0), now, started)
+        return started, now - started
+
     @cute.jit
-    def hopeless(self, elapsed: Int64) -> Uint32:
+    def hopeless(self, elapsed: Uint32) -> Uint32:
         """Return why waiting on makes no sense, or 0. The cold path of every wait."""
         code = Uint32(StatusLayout.CODE_OK)
-        if elapsed > prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS)):
+        limit = prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS))
+        if (Int64(elapsed) << Int64(TIMER_SHIFT)) > limit:
             code = Uint32(StatusLayout.CODE_TIMEOUT)
         abort = prim.load_u64(self.control + Int64(ControlLayout.ABORT))
         if prim.load_host_u32(abort) != Uint32(0):
@@ -278,18 +313,19 @@ class Lane(DeviceObject):
         """Poison the channel; the first thread to do so writes the status record, code last."""
         if prim.claim(self.control + Int64(ControlLayout.POISON), wait.code) == Uint32(0):
             record = prim.load_u64(self.control + Int64(ControlLayout.STATUS))
+            elapsed = Uint64(wait.elapsed) << Uint64(TIMER_SHIFT)
             prim.store_u32(record + Int64(StatusLayout.PEER), Uint32(wait.peer))
             prim.store_u32(record + Int64(StatusLayout.EPOCH), self.epoch)
             prim.store_u32(record + Int64(StatusLayout.WANTED_SIGNATURE), self.signature)
             prim.store_u64(record + Int64(StatusLayout.SEEN_EPOCH), wait.seen)
-            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), Uint64(wait.elapsed))
+            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), elapsed)
             prim.store_u32(record + Int64(StatusLayout.BLOCK), Uint32(self.block))
             prim.store_host_u32(record + Int64(StatusLayout.CODE), wait.code)
 
 
 def no_wait() -> Wait:
     """Return the outcome of a wait that a thread does not take part in."""
-    return Wait(Uint32(0), Int32(0), Uint64(0), Int64(0))
+    return Wait(Uint32(0), Int32(0), Uint64(0), Uint32(0))
 
 
 def merge_waits(first: Wait, second: Wait) -> Wait:

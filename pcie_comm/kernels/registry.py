@@ -8,6 +8,7 @@ The four built-in collectives are plugins like any other.
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class PlanInfo:
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
         tagged_limit_nbytes: Bytes received up to which `auto` means tagged push.
+        patience_nbytes: Bytes received above which tagged push polls flags before payload.
     """
 
     rank: int
@@ -73,6 +75,7 @@ class PlanInfo:
     max_blocks: int
     output_alignment: int = 16
     tagged_limit_nbytes: int = TAGGED_LIMIT_NBYTES
+    patience_nbytes: int = sys.maxsize
 
 
 @dataclass(frozen=True)

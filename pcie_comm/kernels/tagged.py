@@ -24,11 +24,7 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from .all_gather import Columns
-from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
-
-UNITS_AT_ONCE = 2
-"""Units a thread polls together."""
-
+from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits
 
 @cute.jit
 def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> tuple:
@@ -44,33 +40,30 @@ def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> t
         enabled: 0 for a unit that is not awaited.
     """
     count = cutlass.const_expr(len(addresses))
-    units = []
     missing = Uint32(0)
+    places = []
     for i in cutlass.range_constexpr(count):
-        units.append(prim.load_unit(addresses[i], enabled[i]))
-        missing |= _missing(lane, units[i], enabled[i])
-    units = tuple(units)
+        places.append(prim.select(enabled[i] != Uint32(0), addresses[i], lane.own))
+        missing |= enabled[i]
+    zero = Uint32(0)
+    units = tuple((zero, zero, zero, zero) for _ in range(count))
     code = Uint32(0)
     polls = Int32(0)
-    started = Int64(0)
-    elapsed = Int64(0)
-    late = Int32(0)
+    started = Uint32(0)
+    elapsed = Uint32(0)
     while missing != Uint32(0) and code == Uint32(0):
+        units = tuple(prim.load_unit(place) for place in places)
         missing = Uint32(0)
-        fresh = []
         for i in cutlass.range_constexpr(count):
-            fresh.append(prim.load_unit(addresses[i], enabled[i]))
-            absent = _missing(lane, fresh[i], enabled[i])
-            late = prim.select(absent != Uint32(0), peers[i], late)
-            missing |= absent
-        units = tuple(fresh)
+            missing |= _missing(lane, units[i], enabled[i])
         polls += Int32(1)
         if polls == Int32(POLLS_PER_CHECK):
             polls = Int32(0)
-            now = prim.global_timer()
-            started = prim.select(started == Int64(0), now, started)
-            elapsed = now - started
+            started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
+    late = peers[0]
+    for i in cutlass.range_constexpr(count):
+        late = prim.select(_missing(lane, units[i], enabled[i]) != Uint32(0), peers[i], late)
     data = tuple((unit[0], unit[2]) for unit in units)
     return data, Wait(code, late, Uint64(0), elapsed)
 
@@ -106,11 +99,15 @@ class TaggedGather(DeviceObject):
 
     The transfers of all tensors form one list, spread over the threads peer by peer, the next rank
     first: a warp stores neighbouring units to one peer. A unit holds 8 bytes of the dense staged
-    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1.
+    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1. A thread
+    polls `at_once` units together; a block with more of them goes round again.
     """
 
-    def __init__(self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int) -> None:
+    def __init__(
+        self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int, at_once: int = 1
+    ) -> None:
         self.lane = lane
+        self.at_once = at_once
         self.tensors = columns
         self.pack = pack
         self.part = part
@@ -211,20 +208,21 @@ class TaggedGather(DeviceObject):
         return (self.total + Int32(WARP - 1)) & Int32(-WARP)
 
     @cute.jit
-    def collect(self, ok: Uint32) -> Wait:
+    def collect(self, ok: Uint32, late: Wait) -> Wait:
         """Wait for this block's units of every peer and write them to the output.
 
         Participants: workers. Nothing is written before the launch is concluded, that is before
-        every peer's flag has been seen: the first turn does it. Returns how the waits ended.
+        every peer's flag has been seen: the first turn does it. Returns how the waits ended, of
+        which `late` was the first.
         """
         lane = self.lane
-        at_once = Int32(self.workers * UNITS_AT_ONCE)
+        at_once = Int32(self.workers * self.at_once)
         last = prim.maximum(self.total, Int32(1))
-        late = no_wait()
+        ok &= Uint32(late.code == Uint32(0))
         for begin in cutlass.range(0, last, at_once, unroll=1):
             here = [
                 self.transfer(begin + Int32(i * self.workers) + lane.thread)
-                for i in range(UNITS_AT_ONCE)
+                for i in range(self.at_once)
             ]
             awaited = [ok & t.enabled & Uint32(t.peer != lane.rank) for t in here]
             units, wait = await_units(
@@ -237,6 +235,6 @@ class TaggedGather(DeviceObject):
             if begin == Int32(0):
                 ok = lane.conclude(ok, wait)
             good = ok & Uint32(wait.code == Uint32(0))
-            for i in cutlass.range_constexpr(UNITS_AT_ONCE):
+            for i in cutlass.range_constexpr(self.at_once):
                 self.store(here[i].peer, here[i], units[i], awaited[i] & good)
         return late

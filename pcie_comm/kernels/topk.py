@@ -55,11 +55,18 @@ def _is_finite(bits: Uint32) -> cutlass.Boolean:
     return (bits & Uint32(0x7F800000)) != Uint32(0x7F800000)
 
 
-def _sigmoid(logit: Float32, numerics: str) -> Float32:
+@cute.jit
+def _sigmoid(logit: Float32, numerics: cutlass.Constexpr) -> Float32:
     """Return the score, bit for bit torch.sigmoid or vLLM's tanh form: no fast math."""
-    if numerics == "vllm":
-        return Float32(0.5) * cute_math.tanh(Float32(0.5) * logit) + Float32(0.5)
-    return Float32(1.0) / (Float32(1.0) + cute_math.exp(-logit))
+    score = Float32(0.0)
+    if cutlass.const_expr(numerics == "vllm"):
+        score = Float32(0.5) * cute_math.tanh(Float32(0.5) * logit) + Float32(0.5)
+    else:
+        total = Float32(1.0) + cute_math.exp(-logit)
+        score = prim.reciprocal_of_normal(total)
+        if total >= Float32(2.0**126):
+            score = prim.opaque(Float32(1.0)) / total
+    return score
 
 
 def _image(choice: Float32) -> Uint32:
