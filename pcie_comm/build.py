@@ -135,6 +135,12 @@ def jobs(archs: Sequence[str], ops: Sequence[str] = ()) -> list[Job]:
     ]
 
 
+def own_jobs(archs: Sequence[str]) -> list[Job]:
+    """Return the jobs for the collectives of this package, without those of other packages."""
+    own = [op for op, one in collectives().items() if type(one).__module__.startswith("pcie_comm.")]
+    return jobs(archs, own)
+
+
 def build_all(
     todo: Sequence[Job], folder: Path, workers: int, on_built: Callable[[Built], None]
 ) -> list[Built]:
