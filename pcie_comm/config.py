@@ -162,6 +162,11 @@ class LaunchEnvironment:
         )
 
 
+def named_revision() -> str:
+    """Return the source revision that a build or a copy without git is told, or nothing."""
+    return os.environ.get("PCIE_COMM_REVISION", "")
+
+
 def request_hardware_queues(count: int) -> int:
     """Ask CUDA for `count` hardware queues unless the user chose a number; return the number.
 

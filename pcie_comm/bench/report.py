@@ -1,0 +1,181 @@
+"""What a run found: rows with raw samples, ratios, what was left out; as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidArgumentError
+from .contenders import FLOORS, NO_PROTOCOL, OURS
+
+FORMAT = "pcie_comm bench 1"
+WARM, COLD = "warm", "cold"
+EVICTION = "eviction alone"
+DIRECTION = (
+    "ratio = median time of `of` / median time of `to`; above 1, `to` is faster; for a floor it is "
+    "the part of `to` that the floor takes"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of one case.
+
+    Attributes:
+        op, ranks, rows, memory: The case.
+        protocol, contender: What ran.
+        cache: WARM or COLD.
+        received_nbytes: Bytes a rank receives in all, its own included; tags not counted.
+        sharers: Most ranks on one GPU.
+        samples_ns: Time of one operation, in the order taken.
+        faults_before, faults_after: What was wrong with the outputs before and after the timing.
+    """
+
+    op: str
+    ranks: int
+    rows: int
+    memory: str
+    protocol: str
+    contender: str
+    cache: str
+    received_nbytes: int
+    sharers: int
+    samples_ns: tuple[int, ...]
+    faults_before: tuple[str, ...] = ()
+    faults_after: tuple[str, ...] = ()
+
+    @property
+    def median_us(self) -> float:
+        """Median of the samples in microseconds."""
+        return statistics.median(self.samples_ns) / 1e3
+
+    @property
+    def correct(self) -> bool:
+        """Whether the outputs were right, before and after."""
+        return not self.faults_before and not self.faults_after
+
+    @property
+    def case(self) -> tuple[str, int, int, str, str]:
+        """What a row must share with another to be compared with it; the protocol apart."""
+        return self.op, self.ranks, self.rows, self.memory, self.cache
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as plain values; times in microseconds but for the raw samples."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("samples_ns", "faults_before", "faults_after"):
+            values[name] = list(values[name])
+        figures = {
+            "median_us": round(self.median_us, 3),
+            "min_us": round(min(self.samples_ns) / 1e3, 3),
+            "max_us": round(max(self.samples_ns) / 1e3, 3),
+        }
+        return {**values, **figures, "correct": self.correct}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Something that was not measured, where, and why."""
+
+    what: str
+    where: str
+    why: str
+
+
+@dataclass
+class Report:
+    """All of a run.
+
+    Attributes:
+        provenance: Where the figures come from; see provenance.py.
+        method: How they were taken, in words.
+        rows: One per contender, case and cache state.
+        left_out: What was not measured.
+    """
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    @property
+    def correct(self) -> bool:
+        """Whether every output was right."""
+        return all(row.correct for row in self.rows)
+
+    def leave_out(self, what: str, where: str, why: str) -> None:
+        """Note something that is not measured, once."""
+        entry = LeftOut(what, where, why)
+        if entry not in self.left_out:
+            self.left_out.append(entry)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "format": FORMAT,
+            "correct": self.correct,
+            "provenance": self.provenance,
+            "method": self.method,
+            "left_out": [vars(entry) for entry in self.left_out],
+            "ratio_direction": DIRECTION,
+            "ratios": list(ratios(self.rows)),
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON; a reader sees the old file or the new one.
+
+        Raises:
+            InvalidArgumentError: The file cannot be written.
+        """
+        text = _text(self.as_json())
+        try:
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except OSError as error:
+            raise InvalidArgumentError(f"out={path} cannot be written ({error})") from error
+
+
+def _text(report: dict[str, Any]) -> str:
+    """Return JSON with one line per row and ratio."""
+    lists = ("left_out", "ratios", "rows")
+    head = json.dumps(
+        {name: value for name, value in report.items() if name not in lists}, indent=1
+    )
+    parts = [head[: head.rindex("\n}")]]
+    for name in lists:
+        lines = ",\n".join(f"  {json.dumps(one)}" for one in report[name])
+        parts.append(f' "{name}": [\n{lines}\n ]')
+    return ",\n".join(parts) + "\n}\n"
+
+
+def ratios(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Compare every contender with ours of the same case and protocol; see DIRECTION."""
+    ours = {(row.case, row.protocol): row for row in rows if row.contender == OURS}
+    for row in rows:
+        if row.contender in (OURS, EVICTION):
+            continue
+        for (case, protocol), other in ours.items():
+            if case != row.case or row.protocol not in (NO_PROTOCOL, protocol):
+                continue
+            op, ranks, count, memory, cache = case
+            yield {
+                "op": op,
+                "ranks": ranks,
+                "rows": count,
+                "memory": memory,
+                "cache": cache,
+                "protocol": protocol,
+                "of": row.contender,
+                "to": OURS,
+                "ratio": round(row.median_us / other.median_us, 3),
+                "floor": row.contender in FLOORS,
+            }
