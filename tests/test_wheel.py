@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import venv
 import zipfile
@@ -140,16 +139,13 @@ class Installed:
         self.folder = folder
         venv.create(folder / "venv", with_pip=False, symlinks=True)
         self.python = folder / "venv" / "bin" / "python"
+        where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.purelib = Path(run(self.python, "-c", where, cwd=folder).strip())
         options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
         pip = (sys.executable, "-m", "pip", "--python", self.python)
         run(*pip, "install", *options, wheel, cwd=folder)
         paths = {path for path in sys.path if Path(path).name.endswith("-packages")}
         (self.purelib / "needed.pth").write_text("\n".join(sorted(paths)))
-
-    @property
-    def purelib(self) -> Path:
-        places = {"base": str(self.folder / "venv"), "platbase": str(self.folder / "venv")}
-        return Path(sysconfig.get_path("purelib", "venv", places))
 
     def report(self, *capability: int) -> dict[str, object]:
         code = textwrap.dedent(INSTALLED)
