@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..crossovers import REPORT_FORMAT, Point, derive_limits
 from ..errors import InvalidArgumentError
 from .contenders import FLOORS, NO_PROTOCOL, OURS
+from .options import PINNED, VRAM
 
-FORMAT = "pcie_comm bench 1"
 WARM, COLD = "warm", "cold"
 EVICTION = "eviction alone"
 DIRECTION = (
@@ -117,11 +118,12 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {
-            "format": FORMAT,
+            "format": REPORT_FORMAT,
             "correct": self.correct,
             "provenance": self.provenance,
             "method": self.method,
             "left_out": [vars(entry) for entry in self.left_out],
+            "crossovers": crossovers(self.rows),
             "ratio_direction": DIRECTION,
             "ratios": list(ratios(self.rows)),
             "rows": [row.as_json() for row in self.rows],
@@ -155,6 +157,30 @@ def _text(report: dict[str, Any]) -> str:
         lines = ",\n".join(f"  {json.dumps(one)}" for one in report[name])
         parts.append(f' "{name}": [\n{lines}\n ]')
     return ",\n".join(parts) + "\n}\n"
+
+
+def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, int | None]]:
+    """Return by memory the limits that the warm figures of our single launches speak for.
+
+    What `Config.policy_file` reads. A memory without figures of tagged push and push is not in it.
+    """
+    found = {}
+    for name, memory in (("vram", VRAM), ("pinned", PINNED)):
+        limits = derive_limits(points(rows, memory))
+        if limits is not None:
+            found[name] = dict(vars(limits))
+    return found
+
+
+def points(rows: Sequence[Row], memory: str) -> list[Point]:
+    """Return size and time by protocol of every case in a memory; see crossovers.Crossovers."""
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if (row.contender, row.cache, row.memory) == (OURS, WARM, memory):
+            shared = row.sharers if memory == PINNED else 1
+            key = (row.received_nbytes * shared, row.case)
+            times.setdefault(key, {})[row.protocol] = row.median_us
+    return [(key[0], by_protocol) for key, by_protocol in times.items()]
 
 
 def ratios(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -89,9 +89,7 @@ class AllGatherPairTopk(Collective):
             )
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
-        protocol = choose_protocol(
-            info.protocol, staged, world, info.segment_nbytes, info.tagged_limit_nbytes
-        )
+        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
         router_blocks, down_blocks = split_fused_grid(
             protocol, rows, down_nbytes, world, info.max_blocks
         )

@@ -95,7 +95,7 @@ def plan_gather(
         staged,
         info.world_size,
         info.segment_nbytes,
-        info.tagged_limit_nbytes,
+        info.limits,
     )
     return Plan(
         op=op,

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..crossovers import DEFAULT, Limits
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..policy import TAGGED_LIMIT_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class PlanInfo:
         max_rows: Most rows of one call.
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
-        tagged_limit_nbytes: Bytes received up to which `auto` means tagged push.
+        limits: Sizes up to which `auto` means tagged push, and push.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class PlanInfo:
     max_rows: int
     max_blocks: int
     output_alignment: int = 16
-    tagged_limit_nbytes: int = TAGGED_LIMIT_NBYTES
+    limits: Limits = DEFAULT
 
 
 @dataclass(frozen=True)
