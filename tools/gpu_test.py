@@ -28,7 +28,7 @@ TIMED_OUT = 124
 PARTS = (
     ("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"),
     ("tests/gpu/test_exact.py",),
-    ("tests/gpu/test_router.py",),
+    ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
     ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
     ("tests/transport",),
 )

@@ -52,6 +52,7 @@ class Options:
         out: JSON report to write, or None.
         plot: Picture to write, or None.
         short: What is not given becomes less.
+        read: Report to show instead of measuring, or None.
     """
 
     operations: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class Options:
     out: Path | None = None
     plot: Path | None = None
     short: bool = False
+    read: Path | None = None
 
     def check(self) -> None:
         """Check every option that can be checked before anything runs.
@@ -210,6 +212,7 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
     add("--out", type=Path, metavar="FILE.json", help="write the report")
     add("--plot", type=Path, metavar="FILE.png", help="write a picture; needs matplotlib")
     add("--short", action="store_true", help="fewer cases, about a minute on a GPU")
+    add("--read", type=Path, metavar="FILE.json", help="show an earlier report; measure nothing")
     given = parser.parse_args(arguments)
     options = Options(
         operations=tuple(dict.fromkeys(given.op or ())),
@@ -224,6 +227,7 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
         out=given.out,
         plot=given.plot,
         short=given.short,
+        read=given.read,
     )
     options.check()
     return options

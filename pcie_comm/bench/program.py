@@ -5,9 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import CommError
-from .options import parse
+from .options import Options, parse
+
+if TYPE_CHECKING:
+    from .report import Report
 
 PROG = "pcie-comm bench"
 WRONG, FAILED = 1, 2
@@ -29,13 +33,34 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments, PROG)
-    from ..console import console, progress
+    if options.read is not None:
+        from .report import Report
+
+        report = Report.read(options.read)
+    else:
+        report = _measured(options, shlex.join([*PROG.split(), *arguments]))
+    _show(report)
+    if options.plot is not None:
+        from .plot import draw
+
+        draw(report.rows, options.plot, str(report.provenance.get("device", "")))
+    return 0 if report.correct else WRONG
+
+
+def _measured(options: Options, command: str) -> Report:
+    from ..console import progress
     from .runner import Bench
+
+    bench = Bench(options, command)
+    with progress(bench.cases(), "measuring") as advance:
+        return bench.run(advance)
+
+
+def _show(report: Report) -> None:
+    from ..console import console
+    from .report import crossovers
     from .table import tables
 
-    bench = Bench(options, shlex.join([*PROG.split(), *arguments]))
-    with progress(bench.cases(), "measuring") as advance:
-        report = bench.run(advance)
     screen = console()
     for table in tables(report.rows):
         screen.print(table)
@@ -44,7 +69,7 @@ def _run(arguments: Sequence[str]) -> int:
     for row in report.rows:
         for fault in (*row.faults_before, *row.faults_after)[:3]:
             screen.print(f"WRONG: {row.contender}, {row.case}, {row.protocol}: {fault}")
+    for memory, limits in crossovers(report.rows).items():
+        screen.print(f"crossovers, {memory}: {', '.join(f'{k}={v}' for k, v in limits.items())}")
     verdict = "every output was right" if report.correct else "OUTPUTS WERE WRONG"
-    where = f"; report: {options.out}" if options.out else ""
-    screen.print(f"{len(report.rows)} rows, {verdict}{where}")
-    return 0 if report.correct else WRONG
+    screen.print(f"{len(report.rows)} rows, {verdict}")

@@ -78,6 +78,14 @@ class Row:
         }
         return {**values, **figures, "correct": self.correct}
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Row:
+        """Return the row that `as_json` made these values of."""
+        own = {name: values[name] for name in cls.__dataclass_fields__}
+        for name in ("samples_ns", "faults_before", "faults_after"):
+            own[name] = tuple(own[name])
+        return cls(**own)
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -128,6 +136,26 @@ class Report:
             "ratios": list(ratios(self.rows)),
             "rows": [row.as_json() for row in self.rows],
         }
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Return the report of an earlier run.
+
+        Raises:
+            InvalidArgumentError: The file cannot be read, or is none.
+        """
+        try:
+            values = json.loads(path.read_bytes())
+            if values["format"] != REPORT_FORMAT:
+                raise ValueError(f"format={values['format']!r}")
+            rows = [Row.from_json(row) for row in values["rows"]]
+            left_out = [LeftOut(**entry) for entry in values["left_out"]]
+            return cls(values["provenance"], values["method"], rows, left_out)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"read={path} is no report of {REPORT_FORMAT!r} ({type(error).__name__}: {error}); "
+                "name a file that --out wrote"
+            ) from error
 
     def write(self, path: Path) -> None:
         """Write the report as JSON; a reader sees the old file or the new one.

@@ -116,8 +116,6 @@ class Bench:
             name: str(value) if isinstance(value, Path) else value for name, value in plain.items()
         }
         self.command = command
-        if not on_gpu:
-            self.report.leave_out("floors and cold samples", "everywhere", "no GPU takes part")
 
     def cases(self) -> int:
         """Return the number of cases."""
@@ -138,6 +136,8 @@ class Bench:
         if not self.report.rows:
             why = "; ".join(f"{one.where}: {one.why}" for one in self.report.left_out)
             raise UnsupportedError(f"nothing could be measured: {why}", reason="no case is served")
+        if not self.on_gpu:
+            self.report.leave_out("floors and cold samples", "everywhere", "no GPU takes part")
         provenance.complete(self.report.provenance, self.devices[0])
         self._write()
         return self.report
