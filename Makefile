@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the interpreter for .venv            PIP_ARGS=...      more options for pip
 #   DEMO_ARGS=...       options of `pcie-comm demo`          PYTEST_ARGS=...   options of pytest
 #   GPU_PYTHON=...      the interpreter of `make gpu-test`   REPORT=FILE       where its report goes
-#   MODEL_ARGS=--small  options of tools/model/check.py
+#   MODEL_ARGS=--small  options of tools/model/check.py      WHEEL_ARGS=...    of tools/build_wheel.py
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +22,7 @@ GPU_MODULES := torch, cuda.bindings.driver, numpy, pytest, pytest_timeout, hypot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check docs model gpu-test clean
+.PHONY: help demo test check docs model wheel gpu-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,9 @@ docs: $(STAMP) ## check that the links in the documentation resolve
 
 model: ## check the protocol with the model checker SPIN; says what is missing
 	$(PYTHON) tools/model/check.py $(MODEL_ARGS)
+
+wheel: $(STAMP) ## the wheel, with every kernel compiled; slow the first time, then incremental
+	$(BIN)/python tools/build_wheel.py --out dist $(WHEEL_ARGS)
 
 # Works without a network: an interpreter that already has the modules is used as it is, and one
 # that was asked for by name is never replaced.
@@ -75,5 +78,5 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@touch $@
 
 clean: ## remove builds and caches, not .venv
-	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist pcie_comm/kernels/prebuilt .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find pcie_comm tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import driver
+from .bench.floors import FLOORS
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
 from .kernels import cubin
-from .kernels.registry import KernelKey, collectives, find
+from .kernels.registry import Collective, KernelKey, collectives, find
 
 MAX_WORKERS = 4
 
@@ -123,16 +124,34 @@ def _capability_attributes() -> tuple[object, object]:
     return getattr(attributes, f"{prefix}_MAJOR"), getattr(attributes, f"{prefix}_MINOR")
 
 
-def jobs(archs: Sequence[str], ops: Sequence[str] = ()) -> list[Job]:
+def jobs(archs: Sequence[str], ops: Sequence[str] = (), *, floors: bool = False) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
+
+    Args:
+        archs: Architectures.
+        ops: Names of collectives.
+        floors: Also the kernels that only the benchmark runs.
 
     Raises:
         InvalidArgumentError: An op is unknown.
     """
-    chosen = [find(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    if floors:
+        chosen += [floor for name, floor in FLOORS.items() if name not in ops]
     return [
         Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
     ]
+
+
+def _plugin(op: str) -> Collective:
+    """Return a collective by its name, those of the benchmark included."""
+    return FLOORS.get(op) or find(op)
+
+
+def own_jobs(archs: Sequence[str]) -> list[Job]:
+    """Return the jobs for the collectives of this package, without those of other packages."""
+    own = [op for op, one in collectives().items() if type(one).__module__.startswith("pcie_comm.")]
+    return jobs(archs, own)
 
 
 def build_all(
@@ -191,7 +210,7 @@ def build(job: Job, folder: Path) -> Built | str:
     """Build and write one kernel; an error is returned as text, which any process can pass on."""
     started = time.perf_counter()
     try:
-        kernel = compiler.build(find(job.key.op), job.key, job.arch)
+        kernel = compiler.build(_plugin(job.key.op), job.key, job.arch)
         compiler.write(kernel, folder)
     except (CompileError, InvalidArgumentError) as error:
         return str(error)

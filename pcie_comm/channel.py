@@ -21,6 +21,7 @@ from .kernels.launch import LoadedKernel
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
+from .policy import explain
 from .tensors import (
     alignment_of,
     check_inputs,
@@ -33,6 +34,8 @@ from .tensors import (
 
 REMEMBERED_CALLS = 4096
 """Distinct calls whose checks are remembered; then the memory starts anew."""
+
+KNOWN_PROTOCOLS = {"pull", "push", "tagged"}
 
 
 @dataclass(frozen=True)
@@ -351,9 +354,31 @@ class Channel(Collectives):
         """Return the protocols of the calls so far; before the first, what was asked for."""
         if isinstance(self.engine, HostEngine):
             return ["push" if self.engine.push else "pull"]
-        known = {"pull", "push", "tagged"}
         used = {name for call in self._planned.values() for name in call.plan.kernel.variant}
-        return sorted(known & used) or [self.info.protocol]
+        return sorted(KNOWN_PROTOCOLS & used) or [self.info.protocol]
+
+    def choices(self, source: str) -> dict[str, list[str]]:
+        """Return which protocols the calls so far got, and why, by operation.
+
+        Args:
+            source: Of the limits of `auto`.
+        """
+        found: dict[str, dict[str, None]] = {}
+        for call in self._planned.values():
+            if call.plan.exchanged:
+                found.setdefault(call.plan.op, {})[self._reason(call.plan, source)] = None
+        return {op: list(reasons) for op, reasons in found.items()}
+
+    def _reason(self, plan: Plan, source: str) -> str:
+        if isinstance(self.engine, HostEngine):
+            return f"{self.protocols()[0]}: on a CPU, push unless pull is asked for"
+        info = self.info
+        protocol = next((name for name in plan.kernel.variant if name in KNOWN_PROTOCOLS), None)
+        if protocol is None:
+            return "the plugin's own"
+        staged = plan.staged_nbytes // (2 if protocol == "tagged" else 1)
+        received = staged * info.world_size
+        return explain(info.protocol, str(protocol), received, info.limits, source)
 
     def check(self) -> None:
         """Raise what broke the channel, if anything did. Does not synchronise the device.

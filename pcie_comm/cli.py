@@ -7,16 +7,16 @@ Exit codes: 0 right, 1 a difference was found, 2 an error, which is one line on 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from .console import console
+from .console import progress as show_progress
 
 if TYPE_CHECKING:
     from .build import Built
@@ -71,10 +71,6 @@ def _errors_as_one_line() -> Iterator[None]:
         raise typer.Exit(FAILED) from None
 
 
-def _console() -> Console:
-    return Console(highlight=False, markup=False, soft_wrap=True)
-
-
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="World size, 1 to 16.")] = 4,
@@ -100,14 +96,14 @@ def demo(
 
         options = DemoOptions(ranks, device, transport, rows, rounds, processes, deadline)
         outcome = run(options)
-    console = _console()
+    screen = console()
     if outcome.remark:
-        console.print(outcome.remark)
-    console.print(_rank_table(outcome.reports))
+        screen.print(outcome.remark)
+    screen.print(_rank_table(outcome.reports))
     for report in outcome.reports:
         for fault in report.faults[:SHOWN_FAULTS]:
-            console.print(f"rank {report.rank}: {fault}")
-    console.print(outcome.summary)
+            screen.print(f"rank {report.rank}: {fault}")
+    screen.print(outcome.summary)
     raise typer.Exit(0 if outcome.right else FOUND_DIFFERENCE)
 
 
@@ -138,6 +134,9 @@ def compile_kernels(
         list[str] | None,
         typer.Option(help="A collective. Repeatable.", show_default="all that are registered"),
     ] = None,
+    floors: Annotated[
+        bool, typer.Option("--floors", help="Also the kernels that only `pcie-comm bench` runs.")
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Worker processes.", show_default="cores, at most 4")
     ] = None,
@@ -148,14 +147,14 @@ def compile_kernels(
 
         started = time.perf_counter()
         names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
-        todo = build.jobs(build.resolve_archs(names), op or ())
+        todo = build.jobs(build.resolve_archs(names), op or (), floors=floors)
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started
-    console = _console()
-    console.print(_kernel_table(done))
+    screen = console()
+    screen.print(_kernel_table(done))
     total = sum(built.nbytes for built in done)
-    console.print(
+    screen.print(
         f"{len(done)} kernels, {total} bytes in {elapsed_s:.1f} s; "
         f"to use them, set PCIE_COMM_KERNELS={out}"
     )
@@ -163,28 +162,12 @@ def compile_kernels(
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[Built], None]]:
-    """Show progress: a bar on a terminal, else a line per kernel."""
-    console = _console()
-    count = itertools.count(1)
-
-    def line(built: Built) -> None:
-        name = f"{built.job.key} {built.job.arch}"
-        console.print(
-            f"[{next(count)}/{total}] {name} {built.nbytes} bytes, "
-            f"{built.sass_nbytes} of SASS, {built.elapsed_s:.2f} s"
+    """Show the progress of a build: a bar on a terminal, else a line per kernel."""
+    with show_progress(total, "compiling") as advance:
+        yield lambda built: advance(
+            f"{built.job.key} {built.job.arch}",
+            f"{built.nbytes} bytes, {built.sass_nbytes} of SASS, {built.elapsed_s:.2f} s",
         )
-
-    if not console.is_terminal:
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("compiling", total=total)
-
-        def bar(built: Built) -> None:
-            progress.update(task, advance=1, description=f"{built.job.key.op} {built.job.arch}")
-
-        yield bar
 
 
 def _kernel_table(done: Sequence[Built]) -> Table:
@@ -203,3 +186,14 @@ def _kernel_table(done: Sequence[Built]) -> Table:
         nbytes = sum(built.sass_nbytes for built in members)
         table.add_row(op, arch, str(len(members)), str(nbytes), str(spread), seconds)
     return table
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure the collectives on this machine; `pcie-comm bench --help` lists the options."""
+    from .bench.program import main as run  # which also runs without typer, hence its own options
+
+    raise typer.Exit(run(context.args))

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "overlap": ("PCIE_COMM_OVERLAP", switch, False),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
+    "policy_file": ("PCIE_COMM_POLICY", Path, None),
 }
 """Per field of Config: the variable that sets its default, its type, and the default without it."""
 
@@ -94,6 +95,8 @@ class Config:
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
+        policy_file: Report of `pcie-comm bench`, whose crossovers `auto` goes by, or None for those
+            built in; PCIE_COMM_POLICY. Ranks must have the same crossovers.
 
     Raises:
         InvalidArgumentError: A value, or a variable, is out of range or of the wrong type.
@@ -107,6 +110,7 @@ class Config:
     overlap: bool = _from_env("overlap")
     kernels_dir: Path | None = _from_env("kernels_dir")
     cache_dir: Path = _from_env("cache_dir")
+    policy_file: Path | None = _from_env("policy_file")
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "setup_timeout_s"):
@@ -127,6 +131,8 @@ class Config:
         if self.kernels_dir is not None:
             object.__setattr__(self, "kernels_dir", _folder("kernels_dir", self.kernels_dir))
         object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))
+        if self.policy_file is not None:
+            object.__setattr__(self, "policy_file", _folder("policy_file", self.policy_file))
 
     def contract(self) -> dict[str, object]:
         """Return the settings that every rank must share, by name."""
@@ -160,6 +166,11 @@ class LaunchEnvironment:
             local_rank=number("LOCAL_RANK"),
             has_rendezvous=bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")),
         )
+
+
+def named_revision() -> str:
+    """Return the source revision that a build or a copy without git is told, or nothing."""
+    return os.environ.get("PCIE_COMM_REVISION", "")
 
 
 def request_hardware_queues(count: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
 from .layout import ControlLayout, SlabLayout
-from .policy import protocols_of
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
@@ -86,6 +85,7 @@ class CudaEngine:
         block = bytearray(ControlLayout.NBYTES)
         struct.pack_into("<I", block, ControlLayout.SLOT_NBYTES, layout.slot_nbytes)
         struct.pack_into("<I", block, ControlLayout.SEGMENT_NBYTES, layout.segment_nbytes)
+        struct.pack_into("<I", block, ControlLayout.RELAYS, int(bool(peers.views)))
         struct.pack_into("<Q", block, ControlLayout.TIMEOUT_NS, int(config.timeout_s * 1e9))
         struct.pack_into("<Q", block, ControlLayout.ABORT, self.status.abort_address)
         struct.pack_into("<Q", block, ControlLayout.STATUS, self.status.device_address)
@@ -100,9 +100,9 @@ class CudaEngine:
             driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
             driver.call("cuCtxSynchronize")
 
-    def prepare(self, collective: Collective, protocol: str) -> None:
-        """Compile or load every kernel a call of `collective` may need under `protocol`."""
-        others = {"push", "pull", "tagged"} - set(protocols_of(protocol))
+    def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
+        """Compile or load every kernel a call of `collective` may need under these protocols."""
+        others = {"push", "pull", "tagged"} - set(protocols)
         for key in collective.variants():
             if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)

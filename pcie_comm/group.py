@@ -27,7 +27,8 @@ from .kernels.compile import fingerprint
 from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
 from .kernels.store import KernelStore
 from .layout import MAX_BLOCKS, SlabLayout
-from .policy import choose_transport, resident_budget, tagged_limit
+from .policy import choose_transport, protocols_of, resident_budget
+from .policy_file import load_crossovers
 from .rank_facts import RankFacts, resolve_device
 from .transport import load
 from .transport.base import Transport, TransportInfo
@@ -143,6 +144,7 @@ class PcieDcpGroup(Collectives):
             self.device = resolve_device(device)
             if transport != "auto":
                 load(transport)
+            self._crossovers = load_crossovers(self.config.policy_file)
             return RankFacts.gather(self.device, self._contract(transport)).encode()
 
         timeout_s = self.config.setup_timeout_s
@@ -190,6 +192,7 @@ class PcieDcpGroup(Collectives):
             "transport": transport,
             "device_type": self.device.type,
             "kernels": {op: fingerprint(plugin)[:16] for op, plugin in collectives().items()},
+            "crossovers": self._crossovers.contract(),
             **self.config.contract(),
         }
 
@@ -234,7 +237,7 @@ class PcieDcpGroup(Collectives):
             segment_nbytes=layout.segment_nbytes,
             max_rows=self.config.max_rows,
             max_blocks=self._max_blocks,
-            tagged_limit_nbytes=tagged_limit(self._transport_name, self._sharers),
+            limits=self._crossovers.limits(self._transport_name, self._sharers),
         )
         channel = Channel(name, info, self.device, engines[0])
         self._channels[name] = channel
@@ -289,7 +292,8 @@ class PcieDcpGroup(Collectives):
             self._check_rows(rows, collective.name)
         collective.check_world_size(self.world_size)
         for channel in self._channels.values():
-            channel.engine.prepare(collective, channel.info.protocol)
+            info = channel.info
+            channel.engine.prepare(collective, protocols_of(info.protocol, info.limits))
 
     def _check_rows(self, rows: object, op: str) -> None:
         limit = self.config.max_rows
@@ -325,6 +329,7 @@ class PcieDcpGroup(Collectives):
             "transport": self._transport_name,
             "transport_reason": self._transport_reason,
             "max_blocks": self._max_blocks,
+            "crossovers": {"source": self._crossovers.source, **self._crossovers.contract()},
             "config": {**self.config.contract(), "kernels_dir": str(self.config.kernels_dir)},
             "kernels": dict(self._store.sources),
             "closed": self._closed,
@@ -332,6 +337,7 @@ class PcieDcpGroup(Collectives):
         for name, channel in self._channels.items():
             facts[f"channel {name}"] = {
                 "protocol": ", ".join(channel.protocols()),
+                "calls": channel.choices(self._crossovers.source),
                 "segment_nbytes": channel.info.segment_nbytes,
                 **self._transports[name].describe(),
             }

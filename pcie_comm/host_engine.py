@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class HostEngine:
         self._bytes = [np.frombuffer(view, dtype=np.uint8) for view in peers.views]
         self._fence = threading.Lock()
 
-    def prepare(self, collective: Collective, protocol: str) -> None:
+    def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Nothing to load: the reference is the kernel."""
 
     def failed(self) -> bool:

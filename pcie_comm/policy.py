@@ -5,9 +5,10 @@ The numbers come from measurement; docs/performance.md shows it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .crossovers import Limits
 
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
@@ -18,26 +19,12 @@ TAGGED_BLOCK_UNITS = 256
 ROUTER_BLOCK_TASKS = 4
 """Groups that one router block ranks at a time: a pair of its warps each."""
 
-TAGGED_LIMIT_NBYTES = 65_536
-"""Bytes a rank receives in all up to which tagged push is the fastest; see tagged_limit."""
 
-
-PATIENCE_NBYTES = 65_536
-"""Bytes a rank receives in pinned host memory from which it polls flags first; see patience."""
-
-
-def protocols_of(requested: str) -> tuple[str, ...]:
+def protocols_of(requested: str, limits: Limits) -> tuple[str, ...]:
     """Return the protocols that calls of a group may use; see choose_protocol."""
+    if requested == "auto" and limits.push_nbytes is not None:
+        return ("tagged", "push", "pull")
     return ("tagged", "push") if requested in ("auto", "tagged") else (requested,)
-
-
-def tagged_limit(transport: str, sharers: int) -> int:
-    """Return the bytes a rank may receive in all for tagged push to be worth it.
-
-    In pinned host memory every byte crosses the link, and tagged push sends twice the bytes; ranks
-    that share a device share its link.
-    """
-    return TAGGED_LIMIT_NBYTES // sharers if transport == "host_pinned" else TAGGED_LIMIT_NBYTES
 
 
 def choose_protocol(
@@ -45,21 +32,49 @@ def choose_protocol(
     staged_nbytes: int,
     world_size: int,
     segment_nbytes: int,
-    limit_nbytes: int = TAGGED_LIMIT_NBYTES,
+    limits: Limits,
 ) -> str:
     """Return `tagged`, `push` or `pull` for a call in which each rank stages `staged_nbytes`.
 
     Tagged push saves a fence and a trip and sends twice the bytes, so it serves small calls, and
-    only what fits its slot. Push wins or ties against pull on every memory measured so far: a read
-    over PCIe is a round trip, a write is not.
+    only what fits its slot. Push wins or ties against pull on every memory measured by us: a read
+    over PCIe is a round trip, a write is not. Limits from a report of a host may say otherwise.
     """
     fits = 2 * staged_nbytes <= segment_nbytes
     if requested == "auto":
-        small = staged_nbytes * world_size <= limit_nbytes
-        return "tagged" if small and fits else "push"
+        received = staged_nbytes * world_size
+        if received <= limits.tagged_nbytes and fits:
+            return "tagged"
+        most = limits.push_nbytes
+        return "push" if most is None or received <= most else "pull"
     if requested == "tagged" and not fits:
         return "push"
     return requested
+
+
+def explain(requested: str, chosen: str, received_nbytes: int, limits: Limits, source: str) -> str:
+    """Return why calls of a size got their protocol: what choose_protocol went by, in words.
+
+    Args:
+        requested: `auto`, or what was asked for.
+        chosen: What choose_protocol returned.
+        received_nbytes: By a rank in all, its own included; tags not counted.
+        limits: That choose_protocol was given.
+        source: Of the limits.
+    """
+    if requested == chosen:
+        return f"{chosen}: asked for"
+    if requested != "auto":
+        return f"{chosen}: asked for {requested}, which does not fit its slot"
+    facts = f"{chosen}: receives {received_nbytes} bytes in all"
+    if chosen == "tagged":
+        return f"{facts}, at most {limits.tagged_nbytes} ({source})"
+    if received_nbytes <= limits.tagged_nbytes:
+        return f"{facts}, too many for a slot of tagged push"
+    if limits.push_nbytes is None:
+        return f"{facts}, more than {limits.tagged_nbytes}; no limit to push ({source})"
+    side = "at most" if chosen == "push" else "more than"
+    return f"{facts}, more than {limits.tagged_nbytes}, {side} {limits.push_nbytes} ({source})"
 
 
 def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks: int) -> int:
@@ -72,18 +87,14 @@ def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks
     return max(1, min(max_blocks, wanted))
 
 
-def patience(transport: str, sharers: int) -> int:
-    """Return the received bytes from which a rank waits for flags before it polls for payload.
+def is_patient(staged_nbytes: int, world_size: int, limits: Limits) -> bool:
+    """Tell whether a tagged call polls its peers' flags before it polls for their payload.
 
     In pinned host memory a poll of the payload is as much traffic as the payload. With much of it
     on one link, polls that come too early delay what they wait for.
     """
-    return PATIENCE_NBYTES // sharers if transport == "host_pinned" else sys.maxsize
-
-
-def is_patient(staged_nbytes: int, world_size: int, limit_nbytes: int) -> bool:
-    """Tell whether a call in which each rank stages `staged_nbytes` is over the limit."""
-    return staged_nbytes * world_size > limit_nbytes
+    most = limits.patience_nbytes
+    return most is not None and staged_nbytes * world_size > most
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ FROM_ENVIRONMENT = {
     "overlap": ("1", True),
     "kernels_dir": ("some/kernels", Path("some/kernels")),
     "cache_dir": ("some/cache", Path("some/cache")),
+    "policy_file": ("some/host.json", Path("some/host.json")),
 }
 
 
@@ -47,6 +48,7 @@ def test_defaults():
         overlap=False,
         kernels_dir=None,
         cache_dir=Path("xdg/pcie_comm"),
+        policy_file=None,
     )
 
 
@@ -142,6 +144,7 @@ def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypat
         ("protocol", ["push"]),
         ("kernels_dir", 5),
         ("cache_dir", None),
+        ("policy_file", 5),
     ],
 )
 def test_a_bad_value_is_named(field, value):

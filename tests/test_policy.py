@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pcie_comm import policy
+from pcie_comm.crossovers import VRAM, Limits
 from pcie_comm.kernels.columns import GATHERED_DTYPES
 from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
 from pcie_comm.layout import MAX_BLOCKS, MAX_WORLD
@@ -41,7 +42,7 @@ def test_transport(requested, on_gpu, one_process, peers_reachable, chosen):
     assert reason
 
 
-LIMIT = policy.TAGGED_LIMIT_NBYTES
+LIMIT = VRAM.tagged_nbytes
 
 
 @pytest.mark.parametrize(
@@ -63,16 +64,28 @@ LIMIT = policy.TAGGED_LIMIT_NBYTES
 )
 def test_protocol(requested, staged, world, segment, chosen):
     """Units are twice as large as their data, so tagged push needs twice the room."""
-    assert policy.choose_protocol(requested, staged, world, segment) == chosen
+    assert policy.choose_protocol(requested, staged, world, segment, VRAM) == chosen
 
 
-@pytest.mark.parametrize("transport", ["host_shm", "cuda_local", "cuda_ipc", "host_pinned"])
-@pytest.mark.parametrize("sharers", [1, 2, 8, 16])
-def test_ranks_that_share_a_link_to_pinned_memory_share_the_limit(transport, sharers):
-    limit = policy.tagged_limit(transport, sharers)
-    assert limit == (LIMIT // sharers if transport == "host_pinned" else LIMIT)
-    assert policy.choose_protocol("auto", limit // 8, 8, 1 << 20, limit) == "tagged"
-    assert policy.choose_protocol("auto", limit // 8 + 16, 8, 1 << 20, limit) == "push"
+@pytest.mark.parametrize(
+    ("staged", "chosen"), [(100, "tagged"), (101, "push"), (200, "push"), (201, "pull")]
+)
+def test_limits_of_a_host_are_obeyed(staged, chosen):
+    limits = Limits(800, 1600)
+    assert policy.choose_protocol("auto", staged, 8, 1 << 20, limits) == chosen
+
+
+def test_what_no_slot_of_tagged_push_holds_goes_by_its_size():
+    assert policy.choose_protocol("auto", 100, 8, 128, Limits(800, 1600)) == "push"
+    assert policy.choose_protocol("auto", 100, 8, 128, Limits(600, 600)) == "pull"
+
+
+sizes = st.integers(0, 1 << 20)
+all_limits = st.builds(
+    lambda tagged, more: Limits(tagged, None if more is None else tagged + more),
+    sizes,
+    st.none() | sizes,
+)
 
 
 @given(
@@ -80,13 +93,58 @@ def test_ranks_that_share_a_link_to_pinned_memory_share_the_limit(transport, sha
     payloads,
     st.integers(1, MAX_WORLD),
     st.integers(256, 1 << 26),
+    all_limits,
 )
-def test_a_protocol_is_one_that_was_prepared_and_fits(requested, staged, world, segment):
-    chosen = policy.choose_protocol(requested, staged, world, segment)
-    assert chosen in policy.protocols_of(requested)
+def test_a_protocol_is_one_that_was_prepared_and_fits(requested, staged, world, segment, limits):
+    chosen = policy.choose_protocol(requested, staged, world, segment, limits)
+    assert chosen in policy.protocols_of(requested, limits)
     assert chosen != "tagged" or 2 * staged <= segment
     if requested != "auto":
         assert chosen == requested or (requested, chosen) == ("tagged", "push")
+    why = policy.explain(requested, chosen, staged * world, limits, "some file")
+    assert why.startswith(f"{chosen}: ")
+    assert ("asked for" in why) == (requested != "auto")
+    assert ("some file" in why) == (requested == "auto" and "too many for a slot" not in why)
+
+
+@pytest.mark.parametrize(
+    ("requested", "chosen", "received", "limits", "why"),
+    [
+        ("pull", "pull", 9, VRAM, "pull: asked for"),
+        ("tagged", "push", 9, VRAM, "push: asked for tagged, which does not fit its slot"),
+        ("auto", "tagged", 9, Limits(9), "tagged: receives 9 bytes in all, at most 9 (host)"),
+        (
+            "auto",
+            "push",
+            10,
+            Limits(9),
+            "push: receives 10 bytes in all, more than 9; no limit to push (host)",
+        ),
+        (
+            "auto",
+            "push",
+            10,
+            Limits(9, 10),
+            "push: receives 10 bytes in all, more than 9, at most 10 (host)",
+        ),
+        (
+            "auto",
+            "pull",
+            11,
+            Limits(9, 10),
+            "pull: receives 11 bytes in all, more than 9, more than 10 (host)",
+        ),
+        (
+            "auto",
+            "push",
+            9,
+            Limits(9),
+            "push: receives 9 bytes in all, too many for a slot of tagged push",
+        ),
+    ],
+)
+def test_reasons_in_words(requested, chosen, received, limits, why):
+    assert policy.explain(requested, chosen, received, limits, "host") == why
 
 
 @given(

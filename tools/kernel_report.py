@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT)]
 from pcie_comm import build  # noqa: E402 - a script: it finds the package first
 from pcie_comm.errors import CommError  # noqa: E402
 from pcie_comm.kernels import compile as compiler  # noqa: E402
-from pcie_comm.kernels.registry import collectives  # noqa: E402
+from pcie_comm.kernels.registry import find  # noqa: E402
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 USAGE = {
@@ -146,12 +146,6 @@ def instructions(text: str) -> list[Sass]:
     return code
 
 
-def own_jobs(archs: Sequence[str]) -> list[build.Job]:
-    """Return a job per architecture and variant of the collectives of this package."""
-    own = [op for op, one in collectives().items() if type(one).__module__.startswith("pcie_comm.")]
-    return build.jobs(archs, own)
-
-
 def compile_all(todo: Sequence[build.Job], workers: int, program: str) -> list[MachineCode]:
     """Compile every job and disassemble it, in `workers` processes.
 
@@ -159,10 +153,9 @@ def compile_all(todo: Sequence[build.Job], workers: int, program: str) -> list[M
         CompileError: A kernel does not compile.
         RuntimeError: cuobjdump refuses one.
     """
-    known = collectives()
     context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
     with ProcessPoolExecutor(workers, context) as pool, ThreadPoolExecutor(workers) as threads:
-        built = [pool.submit(compiler.build, known[job.key.op], job.key, job.arch) for job in todo]
+        built = [pool.submit(compiler.build, find(job.key.op), job.key, job.arch) for job in todo]
         try:
             dumps = [threads.submit(lambda f: dump(f.result().cubin, program), f) for f in built]
             return [
@@ -217,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kernel_report: cuobjdump is missing; pip install nvidia-cuda-cuobjdump")
         return 1
     try:
-        jobs = own_jobs(build.resolve_archs(options.arch or ARCHS))
+        jobs = build.own_jobs(build.resolve_archs(options.arch or ARCHS))
         text = text_of(record(compile_all(jobs, options.jobs, program)))
     except CommError as error:
         print(f"kernel_report: {error}")

@@ -89,9 +89,7 @@ class AllGatherPairTopk(Collective):
             )
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
-        protocol = choose_protocol(
-            info.protocol, staged, world, info.segment_nbytes, info.tagged_limit_nbytes
-        )
+        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
         split = split_fused_grid(protocol, rows, groups, down_nbytes, world, info.max_blocks)
         pack = pack_width(info, protocol, [down])
         return Plan(
@@ -106,7 +104,7 @@ class AllGatherPairTopk(Collective):
             scalars=(
                 rows,
                 split.router_blocks,
-                int(is_patient(staged, world, info.patience_nbytes)),
+                int(is_patient(staged, world, info.limits)),
                 split.rows_per_block,
                 split.tasks_per_block,
                 groups.bit_length() - 1,

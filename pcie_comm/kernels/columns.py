@@ -98,9 +98,9 @@ def plan_gather(
         staged,
         info.world_size,
         info.segment_nbytes,
-        info.tagged_limit_nbytes,
+        info.limits,
     )
-    patient = int(is_patient(staged, info.world_size, info.patience_nbytes))
+    patient = int(is_patient(staged, info.world_size, info.limits))
     grid = gather_blocks(protocol, staged, info.world_size, info.max_blocks)
     pack = pack_width(info, protocol, tensors)
     per_tensor = [column_scalars(meta, protocol, grid, pack) for meta in tensors]

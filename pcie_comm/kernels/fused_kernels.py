@@ -178,15 +178,15 @@ class RouterBlock(DeviceObject):
         return segment + Int64(index * Int32(TOP_K) + seat) * 16
 
     @cute.jit
-    def collect(self, ok: Uint32, late: Wait) -> Wait:
+    def collect(self, ok: Uint32) -> Wait:
         """Levels 3 and 4 of the block's rows. Participants: workers.
 
         Requires: `exchange` returned `ok`, or, with tags: this concludes the launch between the
         first row's levels, so nothing is written before every peer's flag has been seen. Returns
-        how the waits ended, of which `late` was the first.
+        how the waits ended.
         """
         rows, pair, final = self.rows, self.pair, self.final
-        ok &= Uint32(late.code == Uint32(0))
+        late = no_wait()
         last = rows.last_row
         if cutlass.const_expr(self.tagged):
             last = prim.maximum(last, rows.first_row + Int32(1))
@@ -280,7 +280,7 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
             if lane.block >= router_blocks:
                 gather.collect()
             elif lane.thread < Int32(WORKERS):
-                router.collect(ok, no_wait())
+                router.collect(ok)
 
     return gather_select
 
@@ -295,22 +295,22 @@ def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
         gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
         logit, bias = router.fetch(router.first_task())
         biases = router.fetch_biases()
+        patient = Int32(scalars[2])
         lane.enter()
+        late = no_wait()
         if lane.thread >= Int32(WORKERS):
-            lane.watch_flags()
+            late = lane.watch_flags(patient)
+        elif lane.block < router_blocks:
+            router.keep_biases(biases)
+            router.stage(logit, bias)
+            sync_workers()
+            lane.be_patient(patient)
+            late = router.collect(lane.ok)
         else:
-            if lane.block < router_blocks:
-                router.keep_biases(biases)
-                router.stage(logit, bias)
-            else:
-                gather.stage(Int32(0))
-            late = lane.await_relay(Int32(scalars[2]))
-            if lane.block < router_blocks:
-                sync_workers()
-                late = router.collect(lane.ok, late)
-            else:
-                late = gather.collect(lane.ok, late)
-            lane.give_up(late)
+            gather.stage(Int32(0))
+            lane.be_patient(patient)
+            late = gather.collect(lane.ok)
+        lane.leave(late)
 
     return gather_select_tagged
 

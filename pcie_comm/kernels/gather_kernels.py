@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from ..layout import STAGED_ALIGNMENT
 from .all_gather import NUM_SCALARS, ColumnGather, Columns
-from .protocol import WARP, Lane, LaneArgs, Staging
+from .protocol import WARP, Lane, LaneArgs, Staging, no_wait
 from .tagged import TaggedGather
 
 
@@ -62,12 +62,15 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
         first = gather.transfer(lane.thread)
         words = gather.load(first)
         lane.enter()
+        patient = Int32(scalars[1])
+        late = no_wait()
         if lane.thread >= Int32(threads - WARP):
-            lane.watch_flags()
+            late = lane.watch_flags(patient)
         else:
             gather.send(first, words)
             gather.stage(Int32(1))
-            late = lane.await_relay(Int32(scalars[1]))
-            lane.give_up(gather.collect(lane.ok, late))
+            lane.be_patient(patient)
+            late = gather.collect(lane.ok)
+        lane.leave(late)
 
     return gather_tagged

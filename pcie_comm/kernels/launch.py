@@ -127,3 +127,9 @@ def load(compiled: CompiledKernel, context: int) -> LoadedKernel:
         if key not in _loaded:
             _loaded[key] = LoadedKernel(compiled)
         return _loaded[key]
+
+
+def loaded_kernels() -> list[CompiledKernel]:
+    """Return the kernels that this process has loaded so far."""
+    with _loading:
+        return [kernel.compiled for kernel in _loaded.values()]

@@ -345,7 +345,7 @@ def block_all(condition: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     at = {"loc": loc, "ip": ip}
     text = (
         "{\n.reg .pred p;\n.reg .pred q;\nsetp.ne.u32 p, $1, 0;\n"
-        "barrier.cta.red.and.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}"
+        "barrier.cta.red.and.aligned.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}"
     )
     operands = [Uint32(condition).ir_value(**at)]
     return Uint32(_asm(T.i32(), operands, text, "=r,r", effects=True, **at))

@@ -39,6 +39,8 @@ from ..layout import (
 from . import primitives as prim
 
 WARP = 32
+PATIENCE_BARRIER = 15
+"""Named barrier of Lane.be_patient; the kernels' own count from 1 up."""
 
 TIMER_SHIFT = 10
 """Waits are timed in units of 1,024 ns: 32 bits last for 73 minutes."""
@@ -192,15 +194,40 @@ class Lane(DeviceObject):
         return all_ok
 
     @cute.jit
-    def watch_flags(self) -> None:
+    def watch_flags(self, patient: Int32) -> Wait:
         """Tell every peer which call this is, and see that theirs is the same.
 
-        Participants: the last warp of the block, which does nothing else; the others meet it in
-        `conclude`. The flag publishes nothing and needs no order with the tagged payload.
+        Participants: the last warp of the block, which does nothing else: `leave` follows, where
+        the others meet it in `conclude`. The flag publishes nothing and needs no order with the
+        tagged payload. Returns how the wait ended.
+
+        Args:
+            patient: Not 0: the others wait in `be_patient`.
         """
         self.announce()
         wait = self.confirm()
-        prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
+        self.be_patient(patient)
+        return wait
+
+    @cute.jit
+    def be_patient(self, patient: Int32) -> None:
+        """Wait, if `patient` is not 0, until the last warp has seen every peer's flag.
+
+        Saves the link polls that are too early to find anything. Participants: every thread.
+        """
+        if patient != Int32(0):
+            barrier = Int32(PATIENCE_BARRIER)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=self.threads)
+
+    @cute.jit
+    def leave(self, wait: Wait) -> None:
+        """Report a wait that did not succeed; the last warp then meets the others.
+
+        Participants: every thread of a block with `watch_flags`, at the end of the launch.
+        """
+        self.give_up(wait)
+        if self.thread >= Int32(self.threads - WARP):
+            prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
 
     @cute.jit
     def announce(self) -> None:
@@ -216,41 +243,26 @@ class Lane(DeviceObject):
         Where slabs lie in host memory, a poll is a trip over the link, and blocks that poll the
         same line wait for one another: there block 0 tells the others through the control block.
         """
-        relayed = self.relays & Uint32(self.block != Int32(0))
-        watched = Uint32((self.lane < self.world_size) & (self.lane != self.rank))
-        watched = prim.select(relayed != Uint32(0), Uint32(self.lane == Int32(0)), watched)
-        address = self.own + self._flag_offset(self.lane)
-        address = prim.select(relayed != Uint32(0), self._relay(), address)
+        follows = self.relays != Uint32(0) and self.block != Int32(0)
+        relay = self.control + Int64(ControlLayout.CONFIRMED)
+        address = prim.select(follows, relay, self.own + self._flag_offset(self.lane))
+        watched = self.lane < self.world_size and self.lane != self.rank
+        watched = prim.select(follows, self.lane == Int32(0), watched)
         wait = no_wait()
-        if (watched & self.ok) != Uint32(0):
-            wait = self.wait_flag(address, self.lane, relayed)
-            self.give_up(wait)  # now: the other threads wait for units that may never come
+        if watched and self.ok != Uint32(0):
+            wait = self.wait_flag(address, self.lane, Uint32(follows))
         if self.block == Int32(0):
             confirmed = prim.warp_all(wait.code == Uint32(0)) & self.ok
             if self.lane == Int32(0) and confirmed != Uint32(0):
-                prim.announce(self._relay(), self.flag)
-        return wait
-
-    def _relay(self) -> Int64:
-        return self.control + Int64(ControlLayout.CONFIRMED)
-
-    @cute.jit
-    def await_relay(self, enabled: Int32) -> Wait:
-        """Wait until block 0 saw every peer's flag, if `enabled`. Participants: whole warps.
-
-        Saves the link polls that are too early to find anything.
-        """
-        wait = no_wait()
-        if enabled != Int32(0) and self.ok != Uint32(0):
-            wait = self.wait_flag(self._relay(), self.rank, Uint32(1))
+                prim.announce(relay, self.flag)
         return wait
 
     @cute.jit
     def conclude(self, ok: Uint32, wait: Wait) -> Uint32:
         """Return 1 if no wait of the block gave up, else 0. Advances the epoch.
 
-        Participants: every thread of the block, or, with `watch_flags`, all but the last warp. The
-        caller reports its `wait`.
+        Participants: every thread of the block, or, where the last warp runs `watch_flags`, all
+        others. The caller reports its `wait`.
         """
         all_ok = prim.block_all(ok & Uint32(wait.code == Uint32(0)))
         if self.thread == Int32(0):
@@ -262,12 +274,12 @@ class Lane(DeviceObject):
 
     @cute.jit
     def wait_flag(self, address: Int64, peer: Int32, relayed: Uint32) -> Wait:
-        """Wait until `peer` raised this call's flag. Participants: one thread, or a warp alike.
+        """Wait until `peer` raised this call's flag. Participants: one thread.
 
         Order: acquire at system scope. A relayed flag is given twice the time, so that whoever
         waits for the peer itself is the first to report.
         """
-        seen = prim.poll(address)
+        seen = ~self.flag
         code = Uint32(0)
         polls = Int32(0)
         started = Uint32(0)

@@ -8,15 +8,14 @@ The four built-in collectives are plugins like any other.
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..crossovers import VRAM, Limits
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..policy import TAGGED_LIMIT_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +62,7 @@ class PlanInfo:
         max_rows: Most rows of one call.
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
-        tagged_limit_nbytes: Bytes received up to which `auto` means tagged push.
-        patience_nbytes: Bytes received above which tagged push polls flags before payload.
+        limits: Sizes up to which `auto` means tagged push, and push.
     """
 
     rank: int
@@ -74,8 +72,7 @@ class PlanInfo:
     max_rows: int
     max_blocks: int
     output_alignment: int = 16
-    tagged_limit_nbytes: int = TAGGED_LIMIT_NBYTES
-    patience_nbytes: int = sys.maxsize
+    limits: Limits = VRAM
 
 
 @dataclass(frozen=True)

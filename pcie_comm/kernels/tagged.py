@@ -24,7 +24,7 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from .all_gather import Columns
-from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits
+from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
 
 @cute.jit
 def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> tuple:
@@ -40,10 +40,10 @@ def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> t
         enabled: 0 for a unit that is not awaited.
     """
     count = cutlass.const_expr(len(addresses))
-    missing = Uint32(0)
-    places = []
-    for i in cutlass.range_constexpr(count):
-        places.append(prim.select(enabled[i] != Uint32(0), addresses[i], lane.own))
+    missing = enabled[0]
+    places = list(addresses)
+    for i in cutlass.range_constexpr(count if count > 1 else 0):
+        places[i] = prim.select(enabled[i] != Uint32(0), addresses[i], lane.own)
         missing |= enabled[i]
     zero = Uint32(0)
     units = tuple((zero, zero, zero, zero) for _ in range(count))
@@ -62,7 +62,7 @@ def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> t
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
     late = peers[0]
-    for i in cutlass.range_constexpr(count):
+    for i in cutlass.range_constexpr(1, count):
         late = prim.select(_missing(lane, units[i], enabled[i]) != Uint32(0), peers[i], late)
     data = tuple((unit[0], unit[2]) for unit in units)
     return data, Wait(code, late, Uint64(0), elapsed)
@@ -190,7 +190,7 @@ class TaggedGather(DeviceObject):
         """Push a unit to its peer; the first of its transfers copies it to the own output too."""
         lane = self.lane
         ok = one.enabled & lane.ok
-        address = lane.peer_of_lane(one.peer) + self._segment(lane.rank, one)
+        address = lane.peer(one.peer) + self._segment(lane.rank, one)
         prim.store_unit(address, words, lane.epoch, ok & Uint32(one.peer != lane.rank))
         self.store(lane.rank, one, words, ok & one.first)
 
@@ -199,26 +199,21 @@ class TaggedGather(DeviceObject):
         """Push this block's units to every peer, from a turn on. Participants: workers."""
         workers = Int32(self.workers)
         begin = self.lane.thread + turn * workers
-        for flat in cutlass.range(begin, self._padded(), workers, unroll=1):
+        for flat in cutlass.range(begin, self.total, workers, unroll=1):
             one = self.transfer(flat)
             self.send(one, self.load(one))
 
-    def _padded(self) -> Int32:
-        """Return the end of a loop over transfers that the lanes of a warp leave together."""
-        return (self.total + Int32(WARP - 1)) & Int32(-WARP)
-
     @cute.jit
-    def collect(self, ok: Uint32, late: Wait) -> Wait:
+    def collect(self, ok: Uint32) -> Wait:
         """Wait for this block's units of every peer and write them to the output.
 
         Participants: workers. Nothing is written before the launch is concluded, that is before
-        every peer's flag has been seen: the first turn does it. Returns how the waits ended, of
-        which `late` was the first.
+        every peer's flag has been seen: the first turn does it. Returns how the waits ended.
         """
         lane = self.lane
         at_once = Int32(self.workers * self.at_once)
         last = prim.maximum(self.total, Int32(1))
-        ok &= Uint32(late.code == Uint32(0))
+        late = no_wait()
         for begin in cutlass.range(0, last, at_once, unroll=1):
             here = [
                 self.transfer(begin + Int32(i * self.workers) + lane.thread)

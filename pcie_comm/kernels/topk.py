@@ -169,8 +169,10 @@ def rank_in_others(images: Int32, own: Int32, rank: Int32, image: Uint32) -> Int
         at = lists[step] + Int32(blocks << Uint32(2))
         between.append([prim.load_shared_u32(at + Int32(16 * i)) for i in range(3)])
     for step in cutlass.range_constexpr(LISTS - 1):
+        above = Uint32(0)
         for other in between[step]:
-            total = prim.count_above_u32(total, other, limits[step])
+            above = prim.count_above_u32(above, other, limits[step])
+        total += above
     return Int32(total)
 
 
@@ -186,15 +188,21 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
     """Renormalise 16 sorted records and write one row of the outputs.
 
     Participants: a warp; lanes 16 to 31 repeat 0 to 15. Requires: the records are visible to it.
-    The sum is a fixed butterfly over the 16, so equal records give equal bits everywhere.
+    Every lane adds the 16 scores up in the same order, so equal records give equal bits everywhere:
+    those 8 apart, then 4, 2 and 1.
     """
+    scores = []
+    for pair in cutlass.range_constexpr(TOP_K // 2):
+        words = prim.load_shared_v4(records + Int32(2 * RECORD_NBYTES * pair))
+        scores += [prim.bits_float(words[0]), prim.bits_float(words[2])]
+    for step in cutlass.range_constexpr(4):
+        half = 8 >> step
+        scores = [scores[i] + scores[i + half] for i in range(half)]
+    total = scores[0]
     place = lane & Int32(TOP_K - 1)
     record = prim.load_shared_u64(records + place * Int32(RECORD_NBYTES))
     tag = Uint32(record >> Uint64(32))
     score = prim.bits_float(Uint32(record))
-    total = score
-    for step in cutlass.range_constexpr(4):
-        total += cute.arch.shuffle_sync_bfly(total, offset=8 >> step)
     weight = score * Float32(spec.scale) / (total + Float32(spec.eps))
     if cutlass.const_expr(spec.numerics == "vllm"):
         best = Uint32(prim.load_shared_u64(records) >> Uint64(32))

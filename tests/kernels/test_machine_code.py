@@ -30,7 +30,7 @@ REMEDY = f"python tools/kernel_report.py --out {RECORD.relative_to(ROOT)}"
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits until all kernels are compiled
 
-JOBS = {f"{job.key}-{job.arch}": job for job in report.own_jobs(report.ARCHS)}
+JOBS = {f"{job.key}-{job.arch}": job for job in build.own_jobs(report.ARCHS)}
 FUSED = "all_gather_pair_kimi_topk"
 MOST_FUSED_NBYTES = {"push": 23_400, "pull": 22_800, "tagged": 41_000}
 """Machine code of a fused kernel, about a tenth more than was measured (docs/evidence)."""
