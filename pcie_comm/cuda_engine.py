@@ -43,6 +43,7 @@ class CudaEngine:
         device: The rank's device.
         config: Settings.
         store: Where kernels come from.
+        sharers: Ranks of the group that use this device.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CudaEngine:
         device: torch.device,
         config: Config,
         store: KernelStore,
+        sharers: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = len(peers.addresses) if peers else 1
@@ -69,6 +71,7 @@ class CudaEngine:
         self._last_handle = -1
         self._control = 0
         self.overlaps = config.overlap and self.capability >= (9, 0)
+        self._at_once = launches_at_once(sharers, config.overlap)
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
         self.status: StatusRecord | None = None
@@ -140,9 +143,10 @@ class CudaEngine:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
                 resident = kernel.resident_blocks(self.multiprocessors)
-            if plan.grid > resident:
+            if plan.grid * self._at_once > resident:
                 raise UnsupportedError(
-                    f"{plan.op} needs grid={plan.grid} blocks at once, the device holds {resident}",
+                    f"{plan.op} needs grid={plan.grid} blocks at once, of each of "
+                    f"{self._at_once} launches; the device holds {resident}",
                     reason="the launch would wait for blocks that cannot start",
                     rank=self.rank,
                     op=plan.op,

@@ -16,6 +16,9 @@ GATHER_BLOCK_NBYTES = 8192
 TAGGED_BLOCK_UNITS = 256
 """Units of 8 data bytes that one thread block receives before a second one pays: one a thread."""
 
+BLOCKS_PER_UNIT = 2
+"""Blocks of one kernel that a multiprocessor holds at least."""
+
 ROUTER_BLOCK_TASKS = 4
 """Groups that one router block ranks at a time: a pair of its warps each."""
 
@@ -153,15 +156,21 @@ def choose_transport(
     return "cuda_ipc", "one process per rank, peer access"
 
 
+def launches_at_once(sharers: int, overlap: bool) -> int:
+    """Return how many launches may hold places on a device that `sharers` ranks use."""
+    return sharers * 2 if overlap and sharers > 1 else sharers
+
+
 def resident_budget(
     multiprocessors: Sequence[int], sharers: Sequence[int], overlap: bool, limit: int
 ) -> int:
     """Return the largest grid that is resident on every rank's device at once.
 
-    One block per multiprocessor is counted, whatever the kernel's occupancy: ranks that share a
-    device divide it, and room is left for the user's own kernels. With overlapping launches a rank
-    may hold places for two: the launch that runs, and the next one, which waits for it. On a shared
-    device the next one could take the place that a peer needs, so both are counted there.
+    BLOCKS_PER_UNIT blocks are counted per multiprocessor, which every built-in kernel fits; the
+    engine refuses another that does not. Ranks that share a device divide it. With overlapping
+    launches a rank may hold places for two: the launch that runs, and the next one, which waits for
+    it. On a shared device the next one could take the place that a peer needs, so both are counted
+    there.
 
     Args:
         multiprocessors: Per rank, of its device.
@@ -170,7 +179,7 @@ def resident_budget(
         limit: Largest grid the channel has flags for.
     """
     shares = (
-        count // (users * 2 if overlap and users > 1 else users)
+        count * BLOCKS_PER_UNIT // launches_at_once(users, overlap)
         for count, users in zip(multiprocessors, sharers, strict=True)
     )
     return max(2, min(limit, *shares))

@@ -27,7 +27,7 @@ from .all_gather import ColumnGather, Columns
 from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
 from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, sync_workers
 from .router_spec import RouterSpec
-from .tagged import TaggedGather, await_units
+from .tagged import TaggedGather, await_unit
 from .topk import (
     IMAGES_NBYTES,
     LIST_NBYTES,
@@ -238,8 +238,7 @@ class RouterBlock(DeviceObject):
         peer = prim.minimum(peer, lane.world_size - Int32(1))
         if cutlass.const_expr(self.tagged):
             address = lane.own + self._unit_offset(peer, index, self.pair.seat)
-            data, wait = await_units(lane, (address,), (peer,), (present,))
-            low, high = data[0]
+            (low, high), wait = await_unit(lane, address, peer, present)
             record = (Uint64(high) << Uint64(32)) | Uint64(low)
         else:
             offset = Int64(index) * LIST_NBYTES + Int64(self.pair.seat) * RECORD_NBYTES

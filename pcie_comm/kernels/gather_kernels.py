@@ -13,10 +13,6 @@ from .protocol import WARP, Lane, LaneArgs, Staging, no_wait
 from .tagged import TaggedGather
 
 
-UNITS_AT_ONCE = 2
-"""Units a thread polls together."""
-
-
 def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
     """Return the launch's tensors; scalars: rows, patience, NUM_SCALARS for each."""
     rows = Int32(scalars[0])
@@ -58,7 +54,7 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
     @cute.kernel
     def gather_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
-        gather = TaggedGather(lane, columns_of(count, lane, tensors, scalars), lane.block, pack, UNITS_AT_ONCE)
+        gather = TaggedGather(lane, columns_of(count, lane, tensors, scalars), lane.block, pack)
         first = gather.transfer(lane.thread)
         words = gather.load(first)
         lane.enter()

@@ -27,50 +27,38 @@ from .all_gather import Columns
 from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
 
 @cute.jit
-def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> tuple:
-    """Wait until tagged units carry this epoch; return their data, and how the wait ended.
+def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tuple:
+    """Wait until a tagged unit carries this epoch; return its data, and how the wait ended.
 
-    Participants: any threads, each with its own units. Order: data and tag share an 8-byte
-    element; nothing else becomes visible.
+    Participants: any threads, each with its own unit. Order: data and tag share an 8-byte element;
+    nothing else becomes visible.
 
     Args:
         lane: The launch.
-        addresses: Of the units, a fixed number of them.
-        peers: Which rank sends each.
-        enabled: 0 for a unit that is not awaited.
+        address: Of the unit.
+        peer: Which rank sends it.
+        enabled: 0 for a thread that awaits none.
     """
-    count = cutlass.const_expr(len(addresses))
-    missing = enabled[0]
-    places = list(addresses)
-    for i in cutlass.range_constexpr(count if count > 1 else 0):
-        places[i] = prim.select(enabled[i] != Uint32(0), addresses[i], lane.own)
-        missing |= enabled[i]
-    zero = Uint32(0)
-    units = tuple((zero, zero, zero, zero) for _ in range(count))
+    missing = enabled
+    unit = (Uint32(0), Uint32(0), Uint32(0), Uint32(0))
     code = Uint32(0)
     polls = Int32(0)
     started = Uint32(0)
     elapsed = Uint32(0)
     while missing != Uint32(0) and code == Uint32(0):
-        units = tuple(prim.load_unit(place) for place in places)
-        missing = Uint32(0)
-        for i in cutlass.range_constexpr(count):
-            missing |= _missing(lane, units[i], enabled[i])
+        unit = prim.load_unit(address)
+        missing = _missing(lane, unit)
         polls += Int32(1)
         if polls == Int32(POLLS_PER_CHECK):
             polls = Int32(0)
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
-    late = peers[0]
-    for i in cutlass.range_constexpr(1, count):
-        late = prim.select(_missing(lane, units[i], enabled[i]) != Uint32(0), peers[i], late)
-    data = tuple((unit[0], unit[2]) for unit in units)
-    return data, Wait(code, late, Uint64(0), elapsed)
+    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed)
 
 
-def _missing(lane: Lane, unit: tuple, enabled: Uint32) -> Uint32:
-    """Return 0 if both halves of a unit carry the epoch, or the unit is not awaited."""
-    return ((unit[1] ^ lane.epoch) | (unit[3] ^ lane.epoch)) & (Uint32(0) - enabled)
+def _missing(lane: Lane, unit: tuple) -> Uint32:
+    """Return 0 if both halves of a unit carry the epoch."""
+    return (unit[1] ^ lane.epoch) | (unit[3] ^ lane.epoch)
 
 
 class Transfer(NamedTuple):
@@ -99,15 +87,11 @@ class TaggedGather(DeviceObject):
 
     The transfers of all tensors form one list, spread over the threads peer by peer, the next rank
     first: a warp stores neighbouring units to one peer. A unit holds 8 bytes of the dense staged
-    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1. A thread
-    polls `at_once` units together; a block with more of them goes round again.
+    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1.
     """
 
-    def __init__(
-        self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int, at_once: int = 1
-    ) -> None:
+    def __init__(self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int) -> None:
         self.lane = lane
-        self.at_once = at_once
         self.tensors = columns
         self.pack = pack
         self.part = part
@@ -211,25 +195,16 @@ class TaggedGather(DeviceObject):
         every peer's flag has been seen: the first turn does it. Returns how the waits ended.
         """
         lane = self.lane
-        at_once = Int32(self.workers * self.at_once)
         last = prim.maximum(self.total, Int32(1))
         late = no_wait()
-        for begin in cutlass.range(0, last, at_once, unroll=1):
-            here = [
-                self.transfer(begin + Int32(i * self.workers) + lane.thread)
-                for i in range(self.at_once)
-            ]
-            awaited = [ok & t.enabled & Uint32(t.peer != lane.rank) for t in here]
-            units, wait = await_units(
-                lane,
-                tuple(lane.own + self._segment(t.peer, t) for t in here),
-                tuple(t.peer for t in here),
-                tuple(awaited),
+        for begin in cutlass.range(0, last, self.workers, unroll=1):
+            one = self.transfer(begin + lane.thread)
+            awaited = ok & one.enabled & Uint32(one.peer != lane.rank)
+            words, wait = await_unit(
+                lane, lane.own + self._segment(one.peer, one), one.peer, awaited
             )
             late = merge_waits(late, wait)
             if begin == Int32(0):
                 ok = lane.conclude(ok, wait)
-            good = ok & Uint32(wait.code == Uint32(0))
-            for i in cutlass.range_constexpr(self.at_once):
-                self.store(here[i].peer, here[i], units[i], awaited[i] & good)
+            self.store(one.peer, one, words, awaited & ok & Uint32(wait.code == Uint32(0)))
         return late
