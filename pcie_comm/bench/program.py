@@ -72,4 +72,5 @@ def _show(report: Report) -> None:
     for memory, limits in crossovers(report.rows).items():
         screen.print(f"crossovers, {memory}: {', '.join(f'{k}={v}' for k, v in limits.items())}")
     verdict = "every output was right" if report.correct else "OUTPUTS WERE WRONG"
-    screen.print(f"{len(report.rows)} rows, {verdict}")
+    end = "" if report.complete else "; the run did not come to its end"
+    screen.print(f"{len(report.rows)} rows, {verdict}{end}")

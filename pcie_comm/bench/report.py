@@ -105,12 +105,14 @@ class Report:
         method: How they were taken, in words.
         rows: One per contender, case and cache state.
         left_out: What was not measured.
+        complete: The run came to its end.
     """
 
     provenance: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    complete: bool = False
 
     @property
     def correct(self) -> bool:
@@ -127,6 +129,7 @@ class Report:
         """Return the report as plain values."""
         return {
             "format": REPORT_FORMAT,
+            "complete": self.complete,
             "correct": self.correct,
             "provenance": self.provenance,
             "method": self.method,
@@ -150,7 +153,8 @@ class Report:
                 raise ValueError(f"format={values['format']!r}")
             rows = [Row.from_json(row) for row in values["rows"]]
             left_out = [LeftOut(**entry) for entry in values["left_out"]]
-            return cls(values["provenance"], values["method"], rows, left_out)
+            facts = (values["provenance"], values["method"])
+            return cls(*facts, rows, left_out, values["complete"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidArgumentError(
                 f"read={path} is no report of {REPORT_FORMAT!r} ({type(error).__name__}: {error}); "

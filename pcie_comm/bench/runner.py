@@ -139,6 +139,7 @@ class Bench:
         if not self.on_gpu:
             self.report.leave_out("floors and cold samples", "everywhere", "no GPU takes part")
         provenance.complete(self.report.provenance, self.devices[0])
+        self.report.complete = True
         self._write()
         return self.report
 

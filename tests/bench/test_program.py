@@ -38,6 +38,7 @@ def test_a_run_measures_checks_and_says_what_it_left_out(out, capsys):
     assert "floors and cold samples (everywhere): no GPU takes part" in shown
     report = json.loads(out.read_text())
     assert report["correct"] is True
+    assert report["complete"] is True
     assert report["crossovers"] == {}
     assert report["provenance"]["command"].startswith("pcie-comm bench --device cpu --ranks 2")
     assert report["method"]["options"]["ranks"] == [2]
@@ -159,3 +160,21 @@ def test_without_a_gpu_the_ranks_are_on_the_cpu(out, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*TINY[2:], "--op", ROUTER, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["provenance"]["device"] == "cpu"
+
+
+def test_a_run_that_is_cut_short_keeps_what_it_has(out, capsys, monkeypatch):
+    build = worlds.local_world
+
+    def interrupted(ranks, *rest):
+        if ranks == 3:
+            raise KeyboardInterrupt
+        return build(ranks, *rest)
+
+    monkeypatch.setattr(worlds, "local_world", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny(out, "--ranks", "2,3", "--op", PAIR)
+    capsys.readouterr()
+    assert main(["--read", str(out)]) == 0
+    assert "3 rows, every output was right; the run did not come to its end" in (
+        capsys.readouterr().out
+    )

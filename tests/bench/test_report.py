@@ -90,6 +90,7 @@ def test_json_holds_all_of_a_run(tmp_path):
     found = json.loads(path.read_text())
     assert set(found) == {
         "format",
+        "complete",
         "correct",
         "provenance",
         "method",
