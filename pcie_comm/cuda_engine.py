@@ -16,6 +16,7 @@ from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
 from .layout import ControlLayout, SlabLayout
+from .policy import launches_at_once
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap

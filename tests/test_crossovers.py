@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pcie_comm.crossovers import (
     BUILT_IN,
-    VRAM,
     PULL_MARGIN,
     REPORT_FORMAT,
+    VRAM,
     Crossovers,
     Limits,
     cost,
@@ -129,9 +129,7 @@ def limits(tagged, push=None):
 
 
 def test_a_report_sets_the_memories_that_it_measured():
-    assert from_report(report(pinned=limits(10, 20)), "r") == Crossovers(
-        VRAM, Limits(10, 20), "r"
-    )
+    assert from_report(report(pinned=limits(10, 20)), "r") == Crossovers(VRAM, Limits(10, 20), "r")
     both = from_report(report(vram=limits(0), pinned=limits(0, 0)), "r")
     assert (both.vram, both.pinned) == (Limits(0), Limits(0, 0))
 

@@ -18,6 +18,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from . import primitives as prim
+from . import scalars as num
 from .protocol import DeviceObject, Lane, Staging
 
 IN_FLIGHT = 4
@@ -68,7 +69,7 @@ class Columns:
 
     def split(self, byte: Int32) -> tuple[Int32, Int32]:
         """Return row, and byte within the row, of a byte of the staged form."""
-        row = prim.quotient(byte, self.row_divisor)
+        row = num.quotient(byte, self.row_divisor)
         return row, byte - row * self.row_nbytes
 
 
@@ -83,8 +84,8 @@ class ColumnGather(DeviceObject):
         self.columns = columns
         self.pack = pack
         shift = Int32(pack.bit_length() - 1)
-        begin = prim.minimum(part * columns.chunk, columns.nbytes)
-        end = prim.minimum(begin + columns.chunk, columns.nbytes)
+        begin = num.minimum(part * columns.chunk, columns.nbytes)
+        end = num.minimum(begin + columns.chunk, columns.nbytes)
         self.first = begin >> shift
         self.count = (end >> shift) - self.first
         self.chunk = columns.chunk >> shift
@@ -114,11 +115,11 @@ class ColumnGather(DeviceObject):
             packs = []
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 flat = begin + Int32(step * lane.threads)
-                peer = prim.quotient(flat, self.columns.chunk_divisor)
+                peer = num.quotient(flat, self.columns.chunk_divisor)
                 local = flat - peer * self.chunk
                 enabled = Uint32((flat < total) & (local < self.count))
                 index = self.first + local
-                source = self.staging.source(prim.minimum(peer, lane.world_size - Int32(1)))
+                source = self.staging.source(num.minimum(peer, lane.world_size - Int32(1)))
                 address = source + self.columns.staged + Int64(index) * self.pack
                 words = prim.load_peer_pack(address, enabled, self.pack)
                 packs.append((self._output(peer, index), words, enabled))

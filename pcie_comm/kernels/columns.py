@@ -123,9 +123,10 @@ def column_scalars(
 
     Row size and stride in bytes; the row size as a divisor; what one block moves of the staged
     form, in bytes, a multiple of STAGED_ALIGNMENT, so that the split does not depend on the pack
-    and no line is written by two blocks; and how
-    many items that is, as a divisor: packs, or under tagged push units of 8 bytes.
+    and no line is written by two blocks; and how many items that is, as a divisor: packs, or under
+    tagged push units of 8 bytes.
     """
     size = row_nbytes(meta)
     chunk = max(1, -(-meta.shape[0] * size // (blocks * STAGED_ALIGNMENT))) * STAGED_ALIGNMENT
-    return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // (8 if protocol == "tagged" else pack))
+    item = 8 if protocol == "tagged" else pack
+    return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // item)

@@ -57,6 +57,7 @@ DEVICE_MODULES = (
     "primitives",
     "protocol",
     "router_kernels",
+    "scalars",
     "tagged",
     "topk",
 )

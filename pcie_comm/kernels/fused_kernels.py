@@ -23,6 +23,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
+from . import scalars as num
 from .all_gather import ColumnGather, Columns
 from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
 from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, sync_workers
@@ -77,9 +78,7 @@ class RouterBlock(DeviceObject):
         self.spec = spec
         self.pair = Pair(QUARTERS)
         self.final = Final()
-        self.bias_address = prim.shared_address(
-            cute.arch.alloc_smem(Uint32, spec.num_experts, 16)
-        )
+        self.bias_address = prim.shared_address(cute.arch.alloc_smem(Uint32, spec.num_experts, 16))
         self.working = Uint32(self.lane.thread < Int32(WORKERS))
 
     def _expert(self, task: Int32) -> Int32:
@@ -131,7 +130,7 @@ class RouterBlock(DeviceObject):
             expert, inside = places[i]
             if inside:
                 address = self.bias_address + expert * Int32(4)
-                prim.store_shared_u32(address, prim.float_bits(biases[i]))
+                prim.store_shared_u32(address, num.float_bits(biases[i]))
 
     @cute.jit
     def stage(self, logit: Float32, bias: Float32) -> None:
@@ -143,7 +142,7 @@ class RouterBlock(DeviceObject):
         own = (self.lane.rank << rows.group_shift) * rows.group_size
         for task in cutlass.range(self.first_task(), rows.last_task, QUARTERS, unroll=1):
             image, record = judge(logit, bias, own + self._expert(task), self.spec.numerics)
-            image = prim.select(self._seated(task) != Uint32(0), image, Uint32(0))
+            image = num.select(self._seated(task) != Uint32(0), image, Uint32(0))
             rank = self.pair.rank_group(image)
             place_record(self.pair.records, rank, record)
             self.pair.sync()
@@ -163,7 +162,7 @@ class RouterBlock(DeviceObject):
             for turn in cutlass.range(turns, unroll=1):
                 step = Int32(1) + pair.list + turn * Int32(LISTS)
                 enabled = Uint32(step <= lane.world_size) & lane.ok
-                ahead = prim.minimum(step, lane.world_size)
+                ahead = num.minimum(step, lane.world_size)
                 slab = lane.peer_of_lane(lane.wrap(lane.rank + ahead))
                 prim.store_unit(slab + offset, words, lane.epoch, enabled)
         else:
@@ -189,18 +188,18 @@ class RouterBlock(DeviceObject):
         late = no_wait()
         last = rows.last_row
         if cutlass.const_expr(self.tagged):
-            last = prim.maximum(last, rows.first_row + Int32(1))
+            last = num.maximum(last, rows.first_row + Int32(1))
         for row in cutlass.range(rows.first_row, last, unroll=1):
             there = Uint32(row < rows.last_row)
             record, present, wait = self._fetch_record(row, ok & there)
             late = merge_waits(late, wait)
             image = read_record(record, self.bias_address, self.spec.num_experts)
-            image = prim.select(present != Uint32(0), image, Uint32(0))
+            image = num.select(present != Uint32(0), image, Uint32(0))
             rank = pair.seat
             for level in cutlass.range(2, unroll=1):
                 quarters = level != Int32(0)
-                lists = prim.select(quarters, final.images, pair.images)
-                own = prim.select(quarters, pair.index, pair.list)
+                lists = num.select(quarters, final.images, pair.images)
+                own = num.select(quarters, pair.index, pair.list)
                 place_image(lists + own * Int32(IMAGES_NBYTES), rank, image)
                 if level == Int32(0):
                     pair.sync()
@@ -235,7 +234,7 @@ class RouterBlock(DeviceObject):
         peer = list_index >> self.rows.group_shift
         index = (row << self.rows.group_shift) + list_index - (peer << self.rows.group_shift)
         present = enabled & Uint32(peer < lane.world_size)
-        peer = prim.minimum(peer, lane.world_size - Int32(1))
+        peer = num.minimum(peer, lane.world_size - Int32(1))
         if cutlass.const_expr(self.tagged):
             address = lane.own + self._unit_offset(peer, index, self.pair.seat)
             (low, high), wait = await_unit(lane, address, peer, present)
@@ -321,8 +320,8 @@ def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRow
         Int32(s) for s in scalars[:7]
     )
     tasks = rows << group_shift
-    first_row = prim.minimum(lane.block * rows_per_block, rows)
-    first_task = prim.minimum(lane.block * tasks_per_block, tasks)
+    first_row = num.minimum(lane.block * rows_per_block, rows)
+    first_task = num.minimum(lane.block * tasks_per_block, tasks)
     router = RouterRows(
         logits=logits,
         stride=scalars[7],
@@ -330,9 +329,9 @@ def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRow
         weights=weights,
         ids=ids,
         first_row=first_row,
-        last_row=prim.minimum(first_row + rows_per_block, rows),
+        last_row=num.minimum(first_row + rows_per_block, rows),
         first_task=first_task,
-        last_task=prim.minimum(first_task + tasks_per_block, tasks),
+        last_task=num.minimum(first_task + tasks_per_block, tasks),
         group_shift=group_shift,
         group_size=group_size,
     )

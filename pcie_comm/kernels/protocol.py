@@ -37,6 +37,7 @@ from ..layout import (
     StatusLayout,
 )
 from . import primitives as prim
+from . import scalars as num
 
 WARP = 32
 PATIENCE_BARRIER = 15
@@ -109,7 +110,7 @@ class Lane(DeviceObject):
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
         slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
-        relays: 1 if only block 0 looks at the peers' flags of a tagged launch, and tells the others.
+        relays: 1 if only block 0 looks at the flags of a tagged launch, and tells the others.
     """
 
     epoch: Uint32
@@ -141,7 +142,7 @@ class Lane(DeviceObject):
         """Derive epoch, slot and flag of this launch. Participants: every thread of the block."""
         poison, slot_nbytes, segment_nbytes, self.relays = self._words
         follower = self._last_epoch + Uint32(1)
-        self.epoch = prim.select(follower == Uint32(0), Uint32(2), follower)
+        self.epoch = num.select(follower == Uint32(0), Uint32(2), follower)
         self.slot = Int32(self.epoch & Uint32(1))
         self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
@@ -173,7 +174,7 @@ class Lane(DeviceObject):
 
     def wrap(self, rank: Int32) -> Int32:
         """Return `rank` modulo the world size, for 0 <= rank < 2 * world_size."""
-        return prim.select(rank >= self.world_size, rank - self.world_size, rank)
+        return num.select(rank >= self.world_size, rank - self.world_size, rank)
 
     @cute.jit
     def exchange(self, ok: Uint32) -> Uint32:
@@ -245,9 +246,9 @@ class Lane(DeviceObject):
         """
         follows = self.relays != Uint32(0) and self.block != Int32(0)
         relay = self.control + Int64(ControlLayout.CONFIRMED)
-        address = prim.select(follows, relay, self.own + self._flag_offset(self.lane))
+        address = num.select(follows, relay, self.own + self._flag_offset(self.lane))
         watched = self.lane < self.world_size and self.lane != self.rank
-        watched = prim.select(follows, self.lane == Int32(0), watched)
+        watched = num.select(follows, self.lane == Int32(0), watched)
         wait = no_wait()
         if watched and self.ok != Uint32(0):
             wait = self.wait_flag(address, self.lane, Uint32(follows))
@@ -292,13 +293,13 @@ class Lane(DeviceObject):
                 started, elapsed = self.time_since(started)
                 code = self.hopeless(elapsed >> relayed)
                 other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
-                code = prim.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
+                code = num.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
         return Wait(code, peer, seen, elapsed)
 
     def time_since(self, started: Uint32) -> tuple[Uint32, Uint32]:
         """Return when a wait was first timed, and the time since, in units of 1,024 ns."""
         now = Uint32(prim.global_timer() >> Int64(TIMER_SHIFT)) | Uint32(1)
-        started = prim.select(started == Uint32(0), now, started)
+        started = num.select(started == Uint32(0), now, started)
         return started, now - started
 
     @cute.jit
@@ -312,7 +313,7 @@ class Lane(DeviceObject):
         if prim.load_host_u32(abort) != Uint32(0):
             code = Uint32(StatusLayout.CODE_ABORTED)
         poison = prim.load_host_u32(self.control + Int64(ControlLayout.POISON))
-        return prim.select(poison != Uint32(0), poison, code)
+        return num.select(poison != Uint32(0), poison, code)
 
     @cute.jit
     def give_up(self, wait: Wait) -> None:
@@ -343,7 +344,7 @@ def no_wait() -> Wait:
 def merge_waits(first: Wait, second: Wait) -> Wait:
     """Return the first of two outcomes that gave up, without a branch."""
     failed = first.code != Uint32(0)
-    return Wait(*(prim.select(failed, a, b) for a, b in zip(first, second, strict=True)))
+    return Wait(*(num.select(failed, a, b) for a, b in zip(first, second, strict=True)))
 
 
 class Staging(DeviceObject):

@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
+from . import scalars as num
 from .protocol import WARP, DeviceObject, LaneArgs
 from .router_spec import RouterSpec
 from .topk import (
@@ -144,7 +145,7 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
         logit = prim.load_f32(logits + row * scalars[0] + Int64(expert) * 4, seated)
         bias = prim.load_f32(biases + Int64(expert) * 4, seated)
         image, record = judge(logit, bias, expert, spec.numerics)
-        rank = pair.rank_group(prim.select(seated != Uint32(0), image, Uint32(0)))
+        rank = pair.rank_group(num.select(seated != Uint32(0), image, Uint32(0)))
         place_image(images + pair.index * Int32(IMAGES_NBYTES), rank, image)
         place_record(records + pair.index * Int32(LIST_NBYTES), rank, record)
         cute.arch.sync_threads()

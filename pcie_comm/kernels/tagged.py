@@ -23,8 +23,10 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
+from . import scalars as num
 from .all_gather import Columns
 from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
+
 
 @cute.jit
 def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tuple:
@@ -96,7 +98,7 @@ class TaggedGather(DeviceObject):
         self.pack = pack
         self.part = part
         self.workers = lane.threads - WARP
-        self.steps = prim.maximum(lane.world_size - Int32(1), Int32(1))
+        self.steps = num.maximum(lane.world_size - Int32(1), Int32(1))
         self.sizes = [(c.chunk >> Int32(3)) * self.steps for c in columns]
         self.total = self.sizes[0] + (self.sizes[1] if len(columns) == 2 else Int32(0))
 
@@ -107,19 +109,19 @@ class TaggedGather(DeviceObject):
             second = flat >= self.sizes[0]
             columns = Columns(
                 *(
-                    prim.select(second, getattr(b, field.name), getattr(a, field.name))
+                    num.select(second, getattr(b, field.name), getattr(a, field.name))
                     for a, b in [self.tensors]
                     for field in dataclasses.fields(Columns)
                 )
             )
-            local = flat - prim.select(second, self.sizes[0], Int32(0))
-        step = prim.quotient(local, columns.chunk_divisor)
+            local = flat - num.select(second, self.sizes[0], Int32(0))
+        step = num.quotient(local, columns.chunk_divisor)
         begin = self.part * columns.chunk
         byte = begin + (local << Int32(3)) - step * columns.chunk
         row, column = columns.split(byte)
         return Transfer(
             peer=self.lane.wrap(
-                self.lane.rank + prim.minimum(step, self.steps - Int32(1)) + Int32(1)
+                self.lane.rank + num.minimum(step, self.steps - Int32(1)) + Int32(1)
             ),
             first=Uint32(step == Int32(0)),
             enabled=Uint32((flat < self.total) & (byte < columns.nbytes)),
@@ -195,7 +197,7 @@ class TaggedGather(DeviceObject):
         every peer's flag has been seen: the first turn does it. Returns how the waits ended.
         """
         lane = self.lane
-        last = prim.maximum(self.total, Int32(1))
+        last = num.maximum(self.total, Int32(1))
         late = no_wait()
         for begin in cutlass.range(0, last, self.workers, unroll=1):
             one = self.transfer(begin + lane.thread)

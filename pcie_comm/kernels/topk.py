@@ -32,7 +32,7 @@ import cutlass.cute.math as cute_math
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
-from .protocol import DeviceObject
+from . import scalars as num
 
 TOP_K = 16
 LISTS = 4
@@ -63,15 +63,15 @@ def _sigmoid(logit: Float32, numerics: cutlass.Constexpr) -> Float32:
         score = Float32(0.5) * cute_math.tanh(Float32(0.5) * logit) + Float32(0.5)
     else:
         total = Float32(1.0) + cute_math.exp(-logit)
-        score = prim.reciprocal_of_normal(total)
+        score = num.reciprocal_of_normal(total)
         if total >= Float32(2.0**126):
-            score = prim.opaque(Float32(1.0)) / total
+            score = num.opaque(Float32(1.0)) / total
     return score
 
 
 def _image(choice: Float32) -> Uint32:
     """Return an integer with the order of the float: flip all bits if negative, else the sign."""
-    bits = prim.float_bits(choice)
+    bits = num.float_bits(choice)
     mask = Uint32(Int32(bits) >> Int32(31)) | Uint32(0x80000000)
     return bits ^ mask
 
@@ -85,15 +85,15 @@ class Candidate(NamedTuple):
 
 def make_record(expert: Int32, score: Float32, valid: Any) -> Uint64:
     """Return the record of an expert."""
-    tag = Uint32(expert) | prim.select(valid, Uint32(VALID), Uint32(0))
-    return (Uint64(tag) << Uint64(32)) | Uint64(prim.float_bits(score))
+    tag = Uint32(expert) | num.select(valid, Uint32(VALID), Uint32(0))
+    return (Uint64(tag) << Uint64(32)) | Uint64(num.float_bits(score))
 
 
 def judge(logit: Float32, bias: Float32, expert: Int32, numerics: str) -> Candidate:
     """Return an expert as a candidate."""
-    valid = _is_finite(prim.float_bits(logit)) & _is_finite(prim.float_bits(bias))
-    score = prim.select(valid, _sigmoid(logit, numerics), Float32(0.0))
-    image = prim.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE))
+    valid = _is_finite(num.float_bits(logit)) & _is_finite(num.float_bits(bias))
+    score = num.select(valid, _sigmoid(logit, numerics), Float32(0.0))
+    image = num.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE))
     return Candidate(image, make_record(expert, score, valid))
 
 
@@ -103,11 +103,11 @@ def read_record(record: Uint64, bias_address: Int32, num_experts: int) -> Uint32
     After a wait that gave up a record may hold anything; the id is kept in range all the same.
     """
     tag = Uint32(record >> Uint64(32))
-    expert = prim.minimum(Int32(tag & Uint32(0xFFFF)), Int32(num_experts - 1))
-    score = prim.bits_float(Uint32(record))
-    bias = prim.bits_float(prim.load_shared_u32(bias_address + expert * Int32(4)))
+    expert = num.minimum(Int32(tag & Uint32(0xFFFF)), Int32(num_experts - 1))
+    score = num.bits_float(Uint32(record))
+    bias = num.bits_float(prim.load_shared_u32(bias_address + expert * Int32(4)))
     valid = (tag & Uint32(VALID)) != Uint32(0)
-    return prim.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE))
+    return num.select(valid, _image(score + bias), Uint32(NOT_VALID_IMAGE))
 
 
 @cute.jit
@@ -125,9 +125,9 @@ def rank_by_counting(keys: Int32, place: Int32, image: Uint32) -> Int32:
     ranks = [Uint32(0), Uint32(0)]
     for step in cutlass.range_constexpr(TOP_K // 2):
         others = prim.load_shared_v2_u64(keys + Int32(16 * step))
-        ranks = [prim.count_above(rank, o, key) for rank, o in zip(ranks, others, strict=True)]
+        ranks = [num.count_above(rank, o, key) for rank, o in zip(ranks, others, strict=True)]
     rank = Int32(ranks[0] + ranks[1])
-    return prim.select(image != Uint32(0), rank, place)
+    return num.select(image != Uint32(0), rank, place)
 
 
 @cute.jit
@@ -151,12 +151,12 @@ def rank_in_others(images: Int32, own: Int32, rank: Int32, image: Uint32) -> Int
         rank: Its place there.
         image: Of the candidate.
     """
-    below = prim.select(image != Uint32(0), image - Uint32(1), Uint32(0))
+    below = num.select(image != Uint32(0), image - Uint32(1), Uint32(0))
     lists, limits, fourths = [], [], []
     for step in cutlass.range_constexpr(LISTS - 1):
         other = (own + Int32(step + 1)) & Int32(LISTS - 1)
         lists.append(images + other * Int32(IMAGES_NBYTES))
-        limits.append(prim.select(other < own, below, image))
+        limits.append(num.select(other < own, below, image))
     for step in cutlass.range_constexpr(LISTS - 1):
         fourths.append(prim.load_shared_v4(lists[step] + Int32(IMAGES_NBYTES - 16)))
     total = Uint32(rank)
@@ -164,14 +164,14 @@ def rank_in_others(images: Int32, own: Int32, rank: Int32, image: Uint32) -> Int
     for step in cutlass.range_constexpr(LISTS - 1):
         blocks = Uint32(0)
         for other in fourths[step]:
-            blocks = prim.count_above_u32(blocks, other, limits[step])
+            blocks = num.count_above_u32(blocks, other, limits[step])
         total += blocks << Uint32(2)
         at = lists[step] + Int32(blocks << Uint32(2))
         between.append([prim.load_shared_u32(at + Int32(16 * i)) for i in range(3)])
     for step in cutlass.range_constexpr(LISTS - 1):
         above = Uint32(0)
         for other in between[step]:
-            above = prim.count_above_u32(above, other, limits[step])
+            above = num.count_above_u32(above, other, limits[step])
         total += above
     return Int32(total)
 
@@ -194,7 +194,7 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
     scores = []
     for pair in cutlass.range_constexpr(TOP_K // 2):
         words = prim.load_shared_v4(records + Int32(2 * RECORD_NBYTES * pair))
-        scores += [prim.bits_float(words[0]), prim.bits_float(words[2])]
+        scores += [num.bits_float(words[0]), num.bits_float(words[2])]
     for step in cutlass.range_constexpr(4):
         half = 8 >> step
         scores = [scores[i] + scores[i + half] for i in range(half)]
@@ -202,12 +202,12 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
     place = lane & Int32(TOP_K - 1)
     record = prim.load_shared_u64(records + place * Int32(RECORD_NBYTES))
     tag = Uint32(record >> Uint64(32))
-    score = prim.bits_float(Uint32(record))
+    score = num.bits_float(Uint32(record))
     weight = score * Float32(spec.scale) / (total + Float32(spec.eps))
     if cutlass.const_expr(spec.numerics == "vllm"):
         best = Uint32(prim.load_shared_u64(records) >> Uint64(32))
         nothing_valid = (best & Uint32(VALID)) == Uint32(0)
-        weight = prim.select(nothing_valid, Float32(1.0 / TOP_K), weight)
+        weight = num.select(nothing_valid, Float32(1.0 / TOP_K), weight)
     if lane < Int32(TOP_K):
-        prim.store_u32(weights + Int64(place) * 4, prim.float_bits(weight))
+        prim.store_u32(weights + Int64(place) * 4, num.float_bits(weight))
         prim.store_u32(ids + Int64(place) * 4, tag & Uint32(0xFFFF))

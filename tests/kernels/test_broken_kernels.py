@@ -264,14 +264,14 @@ CASES = {
 
 @pytest.mark.parametrize(("broken", "arch"), CASES.values(), ids=CASES.keys())
 def test_broken_kernel_is_caught(cuobjdump, monkeypatch, broken, arch):
-    plain, seen = primitives._asm, []
+    plain, seen = primitives.asm, []
 
     def changed(result, operands, text, *rest, **options):
         seen.append(text)
         barriers = sum("barrier.cta" in one for one in seen)
         return plain(result, operands, broken.change(text, barriers), *rest, **options)
 
-    monkeypatch.setattr(primitives, "_asm", changed)
+    monkeypatch.setattr(primitives, "asm", changed)
     for place, name, function in broken.replaced:
         monkeypatch.setattr(place, name, function)
     kernel = compiler.build(find(broken.key.op), broken.key, arch)
