@@ -55,7 +55,7 @@ class Limits:
 
 
 VRAM = Limits()
-PINNED = Limits(tagged_nbytes=352 << 10, patience_nbytes=64 << 10)
+PINNED = Limits(tagged_nbytes=160 << 10, patience_nbytes=64 << 10)
 BUILT_IN_LIMITS = {"vram": VRAM, "pinned": PINNED}
 
 

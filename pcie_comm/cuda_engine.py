@@ -15,7 +15,7 @@ from .errors import CommError, CompileError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
-from .layout import ControlLayout, SlabLayout
+from .layout import MAX_BLOCKS, ControlLayout, SlabLayout
 from .policy import launches_at_once
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
@@ -80,7 +80,10 @@ class CudaEngine:
         if layout is not None and peers is not None:
             with self._cuda.current():
                 self.status = StatusRecord()
-                self._control = int(driver.call("cuMemAlloc", ControlLayout.NBYTES))
+                mirrored = layout.slot_nbytes + layout.segment_nbytes if peers.views else 0
+                nbytes = ControlLayout.NBYTES + mirrored
+                self._control = int(driver.call("cuMemAlloc", nbytes))
+                driver.call("cuMemsetD32", self._control, 0, nbytes // 4)
                 self._write_control(layout, peers, config)
             self.broken = self.status.words
 
@@ -93,13 +96,17 @@ class CudaEngine:
         struct.pack_into("<Q", block, ControlLayout.TIMEOUT_NS, int(config.timeout_s * 1e9))
         struct.pack_into("<Q", block, ControlLayout.ABORT, self.status.abort_address)
         struct.pack_into("<Q", block, ControlLayout.STATUS, self.status.device_address)
+        mirror = peers.addresses[self.rank]
+        if peers.views:  # in host memory: what a rank sends itself stays behind the control block
+            mirror = self._control + ControlLayout.NBYTES - layout.tagged_offset(0, self.rank)
+        struct.pack_into("<Q", block, ControlLayout.MIRROR, mirror % (1 << 64))
         for rank, address in enumerate(peers.addresses):
             struct.pack_into("<Q", block, ControlLayout.PEERS + 8 * rank, address)
         driver.call("cuMemcpyHtoD", self._control, bytes(block), len(block))
 
     def seed_epoch(self, epoch: int) -> None:
         """Set every block's counter, on every rank alike; for tests of its wrap."""
-        count = (ControlLayout.NBYTES - ControlLayout.EPOCHS) // 4
+        count = MAX_BLOCKS
         with self._cuda.current():
             driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
             driver.call("cuCtxSynchronize")

@@ -122,6 +122,10 @@ class SlabLayout:
         """Offset of a slot that holds tagged units and never anything that could look like one."""
         return self.slot_offset(slot) + NUM_SLOTS * self.slot_nbytes
 
+    def tagged_offset(self, slot: int, writer: int) -> int:
+        """Offset of the part of a tagged slot that rank `writer` fills."""
+        return self.tagged_slot_offset(slot) + writer * self.segment_nbytes
+
     def segment_offset(self, slot: int, writer: int) -> int:
         """Offset of the part of a slot that rank `writer` fills under push."""
         return self.slot_offset(slot) + writer * self.segment_nbytes
@@ -134,7 +138,8 @@ class ControlLayout:
     timeout_ns u64, abort u64, status u64: constants; the latter two are device addresses of
     pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab. relays u32:
     1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
-    of every peer of a tagged launch; written by kernels.
+    of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of the own
+    tagged segments, an address in this rank's device memory.
     peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
     epoch of the last launch, one word per block; every launch advances all of them by one.
     """
@@ -147,6 +152,7 @@ class ControlLayout:
     ABORT = 24
     STATUS = 32
     CONFIRMED = 40
+    MIRROR = 48
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
     NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .crossovers import Limits
+from .layout import PACK_NBYTES, STAGED_ALIGNMENT, align_up
 
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
@@ -80,14 +81,43 @@ def explain(requested: str, chosen: str, received_nbytes: int, limits: Limits, s
     return f"{facts}, more than {limits.tagged_nbytes}, {side} {limits.push_nbytes} ({source})"
 
 
-def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks: int) -> int:
-    """Return the grid of a gather in which each rank stages `staged_nbytes`."""
-    if protocol == "tagged":
-        received = staged_nbytes * (world_size - 1)
-        wanted = -(-received // (8 * TAGGED_BLOCK_UNITS))
-    else:
-        wanted = -(-staged_nbytes * world_size // GATHER_BLOCK_NBYTES)
-    return max(1, min(max_blocks, wanted))
+@dataclass(frozen=True)
+class GatherGrid:
+    """How a gather is divided.
+
+    Attributes:
+        blocks: Of the grid.
+        chunks: Per tensor, the bytes of its staged form that one block moves.
+    """
+
+    blocks: int
+    chunks: tuple[int, ...]
+
+
+def gather_grid(
+    protocol: str, sizes: Sequence[int], world_size: int, max_blocks: int
+) -> GatherGrid:
+    """Return the grid of a gather in which each rank stages tensors of `sizes` bytes.
+
+    Under tagged push a thread receives one unit, if enough blocks are resident. Chunks are whole
+    lines of units then, so that no line is written by two blocks, unless smaller ones save a round.
+    """
+    if protocol != "tagged":
+        wanted = -(-sum(sizes) * world_size // GATHER_BLOCK_NBYTES)
+        return _chunked(sizes, max(1, min(max_blocks, wanted)), STAGED_ALIGNMENT)
+    received = sum(sizes) * (world_size - 1)
+    wanted = max(1, min(max_blocks, -(-received // (8 * TAGGED_BLOCK_UNITS))))
+    for alignment in (STAGED_ALIGNMENT, PACK_NBYTES):
+        for blocks in range(wanted, max_blocks + 1):
+            grid = _chunked(sizes, blocks, alignment)
+            if sum(grid.chunks) * (world_size - 1) <= 8 * TAGGED_BLOCK_UNITS:
+                return grid
+    return _chunked(sizes, wanted, STAGED_ALIGNMENT)
+
+
+def _chunked(sizes: Sequence[int], blocks: int, alignment: int) -> GatherGrid:
+    chunks = tuple(align_up(max(1, -(-size // blocks)), alignment) for size in sizes)
+    return GatherGrid(blocks, chunks)
 
 
 def is_patient(staged_nbytes: int, world_size: int, limits: Limits) -> bool:
@@ -105,13 +135,14 @@ class FusedGrid:
     """How a fused launch is divided. Router blocks come first in the grid.
 
     Attributes:
-        router_blocks, gather_blocks: How many of each.
+        router_blocks: How many select.
+        gather: How the others gather.
         rows_per_block: Rows whose 16 experts a router block selects.
         tasks_per_block: Groups of experts that it ranks for the peers; a row has some per rank.
     """
 
     router_blocks: int
-    gather_blocks: int
+    gather: GatherGrid
     rows_per_block: int
     tasks_per_block: int
 
@@ -125,10 +156,10 @@ def split_fused_grid(
     block of its peers staged. Units carry their own tags, so under tagged push a row's groups may
     be spread over blocks, which pays: ranking a group keeps a fourth of a multiprocessor busy.
     """
-    gather = gather_blocks(protocol, down_nbytes, world_size, max(1, max_blocks // 2))
+    gather = gather_grid(protocol, (down_nbytes,), world_size, max(1, max_blocks // 2))
     tasks = rows * groups
     wanted = max(rows, -(-tasks // ROUTER_BLOCK_TASKS)) if protocol == "tagged" else rows
-    router = max(1, min(wanted, max_blocks - gather))
+    router = max(1, min(wanted, max_blocks - gather.blocks))
     rows_per_block = -(-rows // router)
     spread = -(-tasks // router) if protocol == "tagged" else rows_per_block * groups
     return FusedGrid(router, gather, rows_per_block, spread)

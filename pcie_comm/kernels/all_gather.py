@@ -92,7 +92,11 @@ class ColumnGather(DeviceObject):
 
     @cute.jit
     def stage(self) -> None:
-        """Put this block's chunk of the own shard. Participants: every thread of the block."""
+        """Put this block's chunk of the own shard, and copy it to the own output.
+
+        Participants: every thread of the block. What a rank gathers from itself takes no detour:
+        in pinned host memory that would be two trips over the link.
+        """
         lane = self.staging.lane
         columns = self.columns
         for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
@@ -101,26 +105,28 @@ class ColumnGather(DeviceObject):
             address = columns.source + Int64(row) * columns.source_stride + Int64(column)
             words = prim.load_pack(address, Uint32(1), self.pack)
             offset = columns.staged + Int64(index) * self.pack
-            self.staging.put(offset, words, self.pack)
+            self.staging.put(offset, words, self.pack, own=False)
+            prim.store_pack(self._output(lane.rank, index), words, Uint32(1), self.pack)
 
     @cute.jit
     def collect(self) -> None:
-        """Write this block's chunk of every rank's shard to the output.
+        """Write this block's chunk of every peer's shard to the output.
 
         Participants: every thread of the block. Requires: `exchange` returned 1.
         """
         lane = self.staging.lane
-        total = self.chunk * lane.world_size
+        total = self.chunk * (lane.world_size - Int32(1))
         for begin in cutlass.range(lane.thread, total, lane.threads * IN_FLIGHT, unroll=1):
             packs = []
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 flat = begin + Int32(step * lane.threads)
-                peer = num.quotient(flat, self.columns.chunk_divisor)
-                local = flat - peer * self.chunk
+                ahead = num.quotient(flat, self.columns.chunk_divisor)
+                local = flat - ahead * self.chunk
                 enabled = Uint32((flat < total) & (local < self.count))
+                ahead = num.minimum(ahead, lane.world_size - Int32(2))
+                peer = lane.wrap(lane.rank + ahead + Int32(1))
                 index = self.first + local
-                source = self.staging.source(num.minimum(peer, lane.world_size - Int32(1)))
-                address = source + self.columns.staged + Int64(index) * self.pack
+                address = self.staging.source(peer) + self.columns.staged + Int64(index) * self.pack
                 words = prim.load_peer_pack(address, enabled, self.pack)
                 packs.append((self._output(peer, index), words, enabled))
             for step in cutlass.range_constexpr(IN_FLIGHT):

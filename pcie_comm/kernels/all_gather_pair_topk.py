@@ -100,7 +100,7 @@ class AllGatherPairTopk(Collective):
                 OutputSpec((rows, spec.top_k), "int32"),
             ),
             kernel=KernelKey(self.name, (protocol, pack, spec.numerics)),
-            grid=split.router_blocks + split.gather_blocks,
+            grid=split.router_blocks + split.gather.blocks,
             scalars=(
                 rows,
                 split.router_blocks,
@@ -110,7 +110,7 @@ class AllGatherPairTopk(Collective):
                 groups.bit_length() - 1,
                 group_size,
                 router.strides[0] * router.itemsize,
-                *column_scalars(down, protocol, split.gather_blocks, pack),
+                *column_scalars(down, protocol, split.gather.chunks[0], pack),
             ),
             staged_nbytes=staged * 2 if protocol == "tagged" else staged,
             exchanged=(0, 1),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
-from ..policy import choose_protocol, gather_blocks, is_patient
+from ..policy import choose_protocol, gather_grid, is_patient
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
@@ -101,14 +101,15 @@ def plan_gather(
         info.limits,
     )
     patient = int(is_patient(staged, info.world_size, info.limits))
-    grid = gather_blocks(protocol, staged, info.world_size, info.max_blocks)
+    grid = gather_grid(protocol, [rows * size for size in sizes], info.world_size, info.max_blocks)
     pack = pack_width(info, protocol, tensors)
-    per_tensor = [column_scalars(meta, protocol, grid, pack) for meta in tensors]
+    described = zip(tensors, grid.chunks, strict=True)
+    per_tensor = [column_scalars(meta, protocol, chunk, pack) for meta, chunk in described]
     return Plan(
         op=op,
         outputs=outputs,
         kernel=KernelKey(op, (protocol, pack)),
-        grid=grid,
+        grid=grid.blocks,
         scalars=(rows, patient, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
@@ -117,16 +118,14 @@ def plan_gather(
 
 
 def column_scalars(
-    meta: TensorMeta, protocol: str, blocks: int, pack: int
+    meta: TensorMeta, protocol: str, chunk: int, pack: int
 ) -> tuple[int, int, int, int, int]:
-    """Return what a kernel is told of a tensor that `blocks` blocks gather.
+    """Return what a kernel is told of a tensor of whose staged form a block moves `chunk` bytes.
 
-    Row size and stride in bytes; the row size as a divisor; what one block moves of the staged
-    form, in bytes, a multiple of STAGED_ALIGNMENT, so that the split does not depend on the pack
-    and no line is written by two blocks; and how many items that is, as a divisor: packs, or under
-    tagged push units of 8 bytes.
+    Row size and stride in bytes; the row size as a divisor; the chunk in bytes; and how many items
+    that is, as a divisor: packs, or under tagged push units of 8 bytes. The chunk is a multiple of
+    16, so the split of the tensor does not depend on the pack.
     """
     size = row_nbytes(meta)
-    chunk = max(1, -(-meta.shape[0] * size // (blocks * STAGED_ALIGNMENT))) * STAGED_ALIGNMENT
     item = 8 if protocol == "tagged" else pack
     return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // item)

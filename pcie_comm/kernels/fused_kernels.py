@@ -164,6 +164,7 @@ class RouterBlock(DeviceObject):
                 enabled = Uint32(step <= lane.world_size) & lane.ok
                 ahead = num.minimum(step, lane.world_size)
                 slab = lane.peer_of_lane(lane.wrap(lane.rank + ahead))
+                slab = num.select(ahead == lane.world_size, lane.mirror, slab)
                 prim.store_unit(slab + offset, words, lane.epoch, enabled)
         else:
             pack = pair.place & Int32(7)
@@ -236,7 +237,8 @@ class RouterBlock(DeviceObject):
         present = enabled & Uint32(peer < lane.world_size)
         peer = num.minimum(peer, lane.world_size - Int32(1))
         if cutlass.const_expr(self.tagged):
-            address = lane.own + self._unit_offset(peer, index, self.pair.seat)
+            base = num.select(peer == lane.rank, lane.mirror, lane.own)
+            address = base + self._unit_offset(peer, index, self.pair.seat)
             (low, high), wait = await_unit(lane, address, peer, present)
             record = (Uint64(high) << Uint64(32)) | Uint64(low)
         else:

@@ -106,6 +106,7 @@ class Lane(DeviceObject):
         thread, block, threads: Position in the launch.
         table: Lane r holds the address of rank r's slab.
         own: Address of the own slab.
+        mirror: The same where a rank keeps tagged units for itself: in device memory, always.
         epoch, slot: Of this launch; from `enter` on, as the following.
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
@@ -137,6 +138,7 @@ class Lane(DeviceObject):
         self._last_epoch = prim.load_u32(self._epoch_address(self.block))
         self.table = self.peer(self.lane & Int32(MAX_WORLD - 1))
         self.own = self.peer(self.rank)
+        self.mirror = prim.load_u64(self.control + Int64(ControlLayout.MIRROR))
 
     def enter(self) -> None:
         """Derive epoch, slot and flag of this launch. Participants: every thread of the block."""
@@ -367,8 +369,9 @@ class Staging(DeviceObject):
         nbytes: cutlass.Constexpr,
         share: Int32 = 0,
         shares: cutlass.Constexpr = 1,
+        own: cutlass.Constexpr = True,
     ) -> None:
-        """Stage one pack at `offset` of this rank's segment, for every rank.
+        """Stage one pack at `offset` of this rank's segment, for every rank, or peers if not `own`.
 
         Peers are visited from rank + 1 on, so that ranks do not all write to one peer at a time.
         `shares` threads that hold the same pack may divide the peers among them by `share`.
@@ -377,7 +380,8 @@ class Staging(DeviceObject):
         if cutlass.const_expr(self.push):
             offset += Int64(self.lane.rank) * self.lane.segment_nbytes
             first = Int32(share) + Int32(1)
-            for step in cutlass.range(first, self.lane.world_size + Int32(1), shares, unroll=1):
+            last = self.lane.world_size + Int32(1 if own else 0)
+            for step in cutlass.range(first, last, shares, unroll=1):
                 slab = self.lane.peer(self.lane.wrap(self.lane.rank + step))
                 prim.store_pack(slab + offset, words, Uint32(1), nbytes)
         else:

@@ -48,7 +48,7 @@ def swap(old: str, new: str) -> Callable[[str, int], str]:
 
 def without_barrier(number: int) -> Callable[[str, int], str]:
     def change(text: str, barriers: int) -> str:
-        whole = "barrier.cta.red.and.pred q, 0, p;"
+        whole = "barrier.cta.red.and.aligned.pred q, 0, p;"
         return text.replace(whole, "mov.pred q, p;") if barriers == number else text
 
     return change
