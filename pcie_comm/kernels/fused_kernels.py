@@ -181,16 +181,17 @@ class RouterBlock(DeviceObject):
     def collect(self, ok: Uint32) -> Wait:
         """Levels 3 and 4 of the block's rows. Participants: workers.
 
-        Requires: `exchange` returned `ok`, or, with tags: this concludes the launch between the
-        first row's levels, so nothing is written before every peer's flag has been seen. Returns
-        how the waits ended.
+        Requires: `exchange` returned `ok`, or, with tags: this concludes the launch before the
+        first row is written, that is after every peer's flag has been seen. Returns how the waits
+        ended.
         """
         rows, pair, final = self.rows, self.pair, self.final
-        late = no_wait()
-        last = rows.last_row
+        turns = rows.last_row - rows.first_row
         if cutlass.const_expr(self.tagged):
-            last = num.maximum(last, rows.first_row + Int32(1))
-        for row in cutlass.range(rows.first_row, last, unroll=1):
+            turns = num.maximum(turns, Int32(1))
+        late = no_wait()
+        for turn in cutlass.range(turns, unroll=1):
+            row = rows.first_row + turn
             there = Uint32(row < rows.last_row)
             record, present, wait = self._fetch_record(row, ok & there)
             late = merge_waits(late, wait)
@@ -204,13 +205,14 @@ class RouterBlock(DeviceObject):
                 place_image(lists + own * Int32(IMAGES_NBYTES), rank, image)
                 if level == Int32(0):
                     pair.sync()
-                elif row == rows.first_row:
-                    ok = self._conclude(ok, late)
                 else:
                     sync_workers()
                 rank = rank_in_others(lists, own, rank, image)
             place_record(final.records, rank, record)
-            sync_workers()
+            if turn == Int32(0):
+                ok = self._conclude(ok, late)
+            else:
+                sync_workers()
             if cute.arch.warp_idx() == Int32(0):
                 if (ok & there) != Uint32(0):
                     offset = Int64(row) * (TOP_K * 4)

@@ -86,7 +86,8 @@ def test_ptxas_keeps_every_access_at_system_scope(code):
     ptx, machine = code.ptx.program, code.sass.program
     assert bool(ptx.places(Role.RELEASE)) == (code.kind.communicates and not code.kind.tagged)
     assert bool(ptx.places(Role.UNIT_STORE)) == code.kind.tagged
-    for role in (Role.RELEASE, Role.STATUS, Role.ACQUIRE, Role.ANNOUNCE, Role.UNIT_STORE):
+    strong = (Role.RELEASE, Role.STATUS, Role.ACQUIRE, Role.ANNOUNCE, Role.RELAY, Role.UNIT_STORE)
+    for role in strong:
         assert len(machine.places(role)) == len(ptx.places(role)), role
     for role in (Role.RELAXED, Role.UNIT_LOAD):
         assert len(machine.places(role)) >= len(ptx.places(role)), role
