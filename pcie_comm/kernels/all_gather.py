@@ -102,9 +102,9 @@ class ColumnGather(DeviceObject):
         for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
             index = self.first + local
             row, column = columns.split(index * Int32(self.pack))
-            address = columns.source + Int64(row) * columns.source_stride + Int64(column)
+            address = columns.source + num.wide(row) * columns.source_stride + num.wide(column)
             words = prim.load_pack(address, Uint32(1), self.pack)
-            offset = columns.staged + Int64(index) * self.pack
+            offset = columns.staged + num.wide(index) * self.pack
             self.staging.put(offset, words, self.pack, own=False)
             prim.store_pack(self._output(lane.rank, index), words, Uint32(1), self.pack)
 
@@ -126,7 +126,9 @@ class ColumnGather(DeviceObject):
                 ahead = num.minimum(ahead, lane.world_size - Int32(2))
                 peer = lane.wrap(lane.rank + ahead + Int32(1))
                 index = self.first + local
-                address = self.staging.source(peer) + self.columns.staged + Int64(index) * self.pack
+                address = (
+                    self.staging.source(peer) + self.columns.staged + num.wide(index) * self.pack
+                )
                 words = prim.load_peer_pack(address, enabled, self.pack)
                 packs.append((self._output(peer, index), words, enabled))
             for step in cutlass.range_constexpr(IN_FLIGHT):
@@ -138,6 +140,6 @@ class ColumnGather(DeviceObject):
         row, column = columns.split(index * Int32(self.pack))
         return (
             columns.output
-            + Int64(row) * Int64(columns.output_stride)
-            + Int64(peer * columns.row_nbytes + column)
+            + num.wide(row) * num.wide(columns.output_stride)
+            + num.wide(peer * columns.row_nbytes + column)
         )

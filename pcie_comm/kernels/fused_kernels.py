@@ -99,10 +99,10 @@ class RouterBlock(DeviceObject):
         local = self._expert(task)
         seated = self._seated(task)
         own = (self.lane.rank << rows.group_shift) * rows.group_size
-        row = Int64(task >> rows.group_shift) * rows.stride
+        row = num.wide(task >> rows.group_shift) * rows.stride
         return (
-            prim.load_f32(rows.logits + row + Int64(local) * 4, seated),
-            prim.load_f32(rows.biases + Int64(own + local) * 4, seated),
+            prim.load_f32(rows.logits + row + num.wide(local) * 4, seated),
+            prim.load_f32(rows.biases + num.wide(own + local) * 4, seated),
         )
 
     def first_task(self) -> Int32:
@@ -113,7 +113,7 @@ class RouterBlock(DeviceObject):
         """Load all biases, some by each worker; `keep_biases` puts them into shared memory."""
         wanted = self.working & Uint32(self.rows.first_row < self.rows.last_row)
         return tuple(
-            prim.load_f32(self.rows.biases + Int64(expert) * 4, wanted & Uint32(inside))
+            prim.load_f32(self.rows.biases + num.wide(expert) * 4, wanted & Uint32(inside))
             for expert, inside in self._bias_places()
         )
 
@@ -169,13 +169,13 @@ class RouterBlock(DeviceObject):
         else:
             pack = pair.place & Int32(7)
             words = prim.load_shared_v4(pair.records + pack * Int32(16))
-            offset = Int64(index) * LIST_NBYTES + Int64(pack) * 16
+            offset = num.wide(index) * LIST_NBYTES + num.wide(pack) * 16
             self.staging.put(offset, words, 16, pair.place >> Int32(3), PAIR // 8)
 
     def _unit_offset(self, writer: Int32, index: Int32, seat: Int32) -> Int64:
         """Return the offset of a record's unit in any slab."""
-        segment = self.lane.slot_offset + Int64(writer) * self.lane.segment_nbytes
-        return segment + Int64(index * Int32(TOP_K) + seat) * 16
+        segment = self.lane.slot_offset + num.wide(writer) * self.lane.segment_nbytes
+        return segment + num.wide(index * Int32(TOP_K) + seat) * 16
 
     @cute.jit
     def collect(self, ok: Uint32) -> Wait:
@@ -215,7 +215,7 @@ class RouterBlock(DeviceObject):
                 sync_workers()
             if cute.arch.warp_idx() == Int32(0):
                 if (ok & there) != Uint32(0):
-                    offset = Int64(row) * (TOP_K * 4)
+                    offset = num.wide(row) * (TOP_K * 4)
                     lane = cute.arch.lane_idx()
                     emit(final.records, lane, rows.weights + offset, rows.ids + offset, self.spec)
         return late
@@ -244,7 +244,7 @@ class RouterBlock(DeviceObject):
             (low, high), wait = await_unit(lane, address, peer, present)
             record = (Uint64(high) << Uint64(32)) | Uint64(low)
         else:
-            offset = Int64(index) * LIST_NBYTES + Int64(self.pair.seat) * RECORD_NBYTES
+            offset = num.wide(index) * LIST_NBYTES + num.wide(self.pair.seat) * RECORD_NBYTES
             record = prim.load_peer_u64(self.staging.source(peer) + offset)
             wait = no_wait()
         return record, present, wait
@@ -339,6 +339,6 @@ def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRow
         group_shift=group_shift,
         group_size=group_size,
     )
-    staged = Int64(tasks) * LIST_NBYTES
+    staged = num.wide(tasks) * LIST_NBYTES
     columns = Columns.of(lane, rows, staged, down, down_out, scalars[8:])
     return router, columns

@@ -149,15 +149,15 @@ class Lane(DeviceObject):
         self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
         place = self.slot + Int32(NUM_SLOTS if self.tagged else 0)
-        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(place) * Int64(slot_nbytes)
+        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + num.wide(place) * Int64(slot_nbytes)
         self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
     def _epoch_address(self, block: Int32) -> Int64:
-        return self.control + Int64(ControlLayout.EPOCHS) + Int64(block) * 4
+        return self.control + Int64(ControlLayout.EPOCHS) + num.wide(block) * 4
 
     def peer(self, rank: Int32) -> Int64:
         """Return the address of rank `rank`'s slab as this rank sees it, from memory."""
-        return prim.load_u64(self.control + Int64(ControlLayout.PEERS) + Int64(rank) * 8)
+        return prim.load_u64(self.control + Int64(ControlLayout.PEERS) + num.wide(rank) * 8)
 
     def peer_of_lane(self, rank: Int32) -> Int64:
         """Return the address of a slab, from registers. Participants: a whole warp."""
@@ -378,7 +378,7 @@ class Staging(DeviceObject):
         """
         offset += self.lane.slot_offset
         if cutlass.const_expr(self.push):
-            offset += Int64(self.lane.rank) * self.lane.segment_nbytes
+            offset += num.wide(self.lane.rank) * self.lane.segment_nbytes
             first = Int32(share) + Int32(1)
             last = self.lane.world_size + Int32(1 if own else 0)
             for step in cutlass.range(first, last, shares, unroll=1):
@@ -393,7 +393,7 @@ class Staging(DeviceObject):
         lane = self.lane
         if self.push:
             mine = lane.own + lane.slot_offset
-            return mine + Int64(peer) * lane.segment_nbytes
+            return mine + num.wide(peer) * lane.segment_nbytes
         return lane.peer(peer) + lane.slot_offset
 
 

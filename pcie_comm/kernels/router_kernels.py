@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, Uint64, cute
+from cutlass import Int32, Uint32, Uint64, cute
 
 from . import primitives as prim
 from . import scalars as num
@@ -134,7 +134,7 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
     def select_topk(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         prim.follow_predecessor()
         logits, biases, weights, ids = tensors
-        row = Int64(cute.arch.block_idx()[0])
+        row = num.wide(cute.arch.block_idx()[0])
         pair = Pair(NUM_GROUPS)
         final = Final()
         images = prim.shared_address(cute.arch.alloc_smem(Uint32, NUM_GROUPS * TOP_K, 16))
@@ -142,8 +142,8 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
 
         seated = Uint32(pair.seat < Int32(width))
         expert = pair.index * Int32(size) + pair.list * Int32(width) + pair.seat
-        logit = prim.load_f32(logits + row * scalars[0] + Int64(expert) * 4, seated)
-        bias = prim.load_f32(biases + Int64(expert) * 4, seated)
+        logit = prim.load_f32(logits + row * scalars[0] + num.wide(expert) * 4, seated)
+        bias = prim.load_f32(biases + num.wide(expert) * 4, seated)
         image, record = judge(logit, bias, expert, spec.numerics)
         rank = pair.rank_group(num.select(seated != Uint32(0), image, Uint32(0)))
         place_image(images + pair.index * Int32(IMAGES_NBYTES), rank, image)

@@ -32,6 +32,11 @@ def select(condition: Any, chosen: Any, other: Any) -> Any:
     return type(chosen)(cutlass.select_(condition, chosen, other))
 
 
+def wide(value: Int32) -> Int64:
+    """Return a non-negative integer in 64 bits: without a sign to extend, products are shorter."""
+    return Int64(Uint32(value))
+
+
 def maximum(left: Any, right: Any) -> Any:
     """Return the larger of two integers, no branch."""
     return select(left < right, right, left)

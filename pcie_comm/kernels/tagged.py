@@ -134,23 +134,21 @@ class TaggedGather(DeviceObject):
     def _segment(self, writer: Int32, one: Transfer) -> Int64:
         """Return the offset of a transfer's unit in any rank's slab."""
         lane = self.lane
-        segment = lane.slot_offset + Int64(writer) * lane.segment_nbytes
-        return segment + (one.columns.staged + Int64(one.byte)) * 2
+        segment = lane.slot_offset + num.wide(writer) * lane.segment_nbytes
+        return segment + (one.columns.staged + num.wide(one.byte)) * 2
 
     @cute.jit
     def load(self, one: Transfer) -> tuple:
         """Return 8 bytes of the own shard as two words."""
         columns = one.columns
+        address = columns.source + num.wide(one.row) * columns.source_stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            start = columns.source + Int64(one.row) * columns.source_stride
-            return prim.load_v2(start + Int64(one.column), one.enabled)
+            return prim.load_v2(address, one.enabled)
         words = [Uint32(0), Uint32(0)]
+        places = self._bytes(one, address, columns.source_stride)
         for i in cutlass.range_constexpr(8):
-            byte = one.byte + Int32(i)
-            row, column = columns.split(byte)
-            address = columns.source + Int64(row) * columns.source_stride + Int64(column)
-            inside = one.enabled & Uint32(byte < columns.nbytes)
-            (value,) = prim.load_pack(address, inside, 1)
+            address, inside = places[i]
+            (value,) = prim.load_pack(address, one.enabled & inside, 1)
             words[i // 4] = words[i // 4] | (value << Uint32(8 * (i % 4)))
         return words[0], words[1]
 
@@ -158,18 +156,34 @@ class TaggedGather(DeviceObject):
     def store(self, rank: Int32, one: Transfer, words: tuple, enabled: Uint32) -> None:
         """Write 8 bytes of a rank's shard to the output."""
         columns = one.columns
-        start = columns.output + Int64(rank) * Int64(columns.row_nbytes)
+        stride = num.wide(columns.output_stride)
+        address = columns.output + num.wide(rank) * num.wide(columns.row_nbytes)
+        address += num.wide(one.row) * stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            address = start + Int64(one.row) * Int64(columns.output_stride) + Int64(one.column)
             prim.store_v2(address, words, enabled)
         else:
+            places = self._bytes(one, address, stride)
             for i in cutlass.range_constexpr(8):
-                byte = one.byte + Int32(i)
-                row, column = columns.split(byte)
-                address = start + Int64(row) * Int64(columns.output_stride) + Int64(column)
-                inside = enabled & Uint32(byte < columns.nbytes)
+                address, inside = places[i]
                 value = words[i // 4] >> Uint32(8 * (i % 4))
-                prim.store_pack(address, (value,), inside, 1)
+                prim.store_pack(address, (value,), enabled & inside, 1)
+
+    def _bytes(self, one: Transfer, address: Int64, stride: Int64) -> list:
+        """Return address, and 1 or 0 for inside, of a unit's bytes, which may be of several rows.
+
+        `address` is that of the first, `stride` the distance of two rows.
+        """
+        columns = one.columns
+        over = stride - num.wide(columns.row_nbytes)
+        column = one.column
+        places = []
+        for i in range(8):
+            places.append((address, Uint32(one.byte + Int32(i) < columns.nbytes)))
+            column += Int32(1)
+            ended = column == columns.row_nbytes
+            column = num.select(ended, Int32(0), column)
+            address += num.select(ended, over, Int64(0)) + Int64(1)
+        return places
 
     @cute.jit
     def send(self, one: Transfer, words: tuple) -> None:

@@ -208,5 +208,5 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
         best = Uint32(prim.load_shared_u64(records) >> Uint64(32))
         nothing_valid = (best & Uint32(VALID)) == Uint32(0)
         weight = num.select(nothing_valid, Float32(1.0 / TOP_K), weight)
-    prim.store_u32(weights + Int64(place) * 4, num.float_bits(weight))
-    prim.store_u32(ids + Int64(place) * 4, tag & Uint32(0xFFFF))
+    prim.store_u32(weights + num.wide(place) * 4, num.float_bits(weight))
+    prim.store_u32(ids + num.wide(place) * 4, tag & Uint32(0xFFFF))
