@@ -39,18 +39,24 @@ class Limits:
     Attributes:
         tagged_nbytes: Tagged push up to here.
         push_nbytes: Beyond that, push up to here, then pull; None: push whatever the size.
+        patience_nbytes: Above this, tagged push polls flags before payload; None: never. Not
+            measured by a benchmark of protocols; see policy.is_patient.
     """
 
     tagged_nbytes: int = 65_536
     push_nbytes: int | None = None
+    patience_nbytes: int | None = None
 
     def shared_by(self, sharers: int) -> Limits:
         """Return the limits of each of `sharers` ranks that have these together."""
-        push = None if self.push_nbytes is None else self.push_nbytes // sharers
-        return Limits(self.tagged_nbytes // sharers, push)
+        values = (self.tagged_nbytes, self.push_nbytes, self.patience_nbytes)
+        tagged, *others = (None if value is None else value // sharers for value in values)
+        return Limits(tagged or 0, *others)
 
 
-DEFAULT = Limits()
+VRAM = Limits()
+PINNED = Limits(tagged_nbytes=160 << 10, patience_nbytes=64 << 10)
+BUILT_IN_LIMITS = {"vram": VRAM, "pinned": PINNED}
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ class Crossovers:
         source: Where the limits come from, for people. Not part of what ranks must agree on.
     """
 
-    vram: Limits = DEFAULT
-    pinned: Limits = DEFAULT
+    vram: Limits = VRAM
+    pinned: Limits = PINNED
     source: str = BUILT_IN
 
     def limits(self, transport: str, sharers: int) -> Limits:
@@ -80,7 +86,7 @@ class Crossovers:
     def contract(self) -> dict[str, list[int | None]]:
         """Return the numbers, which must be the same on all ranks."""
         return {
-            name: [limits.tagged_nbytes, limits.push_nbytes]
+            name: [limits.tagged_nbytes, limits.push_nbytes, limits.patience_nbytes]
             for name, limits in (("vram", self.vram), ("pinned", self.pinned))
         }
 
@@ -106,7 +112,7 @@ def from_report(report: object, source: str) -> Crossovers:
             f"and push were measured on GPUs; {REMEDY}"
         )
     limits = {memory: _limits(memory, values, source) for memory, values in found.items()}
-    return Crossovers(limits.get("vram", DEFAULT), limits.get("pinned", DEFAULT), source)
+    return Crossovers(**(BUILT_IN_LIMITS | limits), source=source)
 
 
 def _limits(memory: str, values: object, source: str) -> Limits:
@@ -114,7 +120,7 @@ def _limits(memory: str, values: object, source: str) -> Limits:
     if isinstance(values, dict) and set(values) == names:
         tagged, push = values["tagged_nbytes"], values["push_nbytes"]
         if _is_size(tagged) and (push is None or (_is_size(push) and push >= tagged)):
-            return Limits(tagged, push)
+            return Limits(tagged, push, BUILT_IN_LIMITS[memory].patience_nbytes)
     raise InvalidArgumentError(
         f"{source}: crossovers of {memory}={values!r} are damaged, expected tagged_nbytes and a "
         f"push_nbytes that is null or no smaller; {REMEDY}"

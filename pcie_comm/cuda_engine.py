@@ -15,7 +15,8 @@ from .errors import CommError, CompileError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
-from .layout import ControlLayout, SlabLayout
+from .layout import MAX_BLOCKS, ControlLayout, SlabLayout
+from .policy import launches_at_once
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
@@ -43,6 +44,7 @@ class CudaEngine:
         device: The rank's device.
         config: Settings.
         store: Where kernels come from.
+        sharers: Ranks of the group that use this device.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CudaEngine:
         device: torch.device,
         config: Config,
         store: KernelStore,
+        sharers: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = len(peers.addresses) if peers else 1
@@ -69,6 +72,7 @@ class CudaEngine:
         self._last_handle = -1
         self._control = 0
         self.overlaps = config.overlap and self.capability >= (9, 0)
+        self._at_once = launches_at_once(sharers, config.overlap)
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
         self.status: StatusRecord | None = None
@@ -76,7 +80,10 @@ class CudaEngine:
         if layout is not None and peers is not None:
             with self._cuda.current():
                 self.status = StatusRecord()
-                self._control = int(driver.call("cuMemAlloc", ControlLayout.NBYTES))
+                mirrored = layout.slot_nbytes + layout.segment_nbytes if peers.views else 0
+                nbytes = ControlLayout.NBYTES + mirrored
+                self._control = int(driver.call("cuMemAlloc", nbytes))
+                driver.call("cuMemsetD32", self._control, 0, nbytes // 4)
                 self._write_control(layout, peers, config)
             self.broken = self.status.words
 
@@ -85,16 +92,21 @@ class CudaEngine:
         block = bytearray(ControlLayout.NBYTES)
         struct.pack_into("<I", block, ControlLayout.SLOT_NBYTES, layout.slot_nbytes)
         struct.pack_into("<I", block, ControlLayout.SEGMENT_NBYTES, layout.segment_nbytes)
+        struct.pack_into("<I", block, ControlLayout.RELAYS, int(bool(peers.views)))
         struct.pack_into("<Q", block, ControlLayout.TIMEOUT_NS, int(config.timeout_s * 1e9))
         struct.pack_into("<Q", block, ControlLayout.ABORT, self.status.abort_address)
         struct.pack_into("<Q", block, ControlLayout.STATUS, self.status.device_address)
+        mirror = peers.addresses[self.rank]
+        if peers.views:  # in host memory: what a rank sends itself stays behind the control block
+            mirror = self._control + ControlLayout.NBYTES - layout.tagged_offset(0, self.rank)
+        struct.pack_into("<Q", block, ControlLayout.MIRROR, mirror % (1 << 64))
         for rank, address in enumerate(peers.addresses):
             struct.pack_into("<Q", block, ControlLayout.PEERS + 8 * rank, address)
         driver.call("cuMemcpyHtoD", self._control, bytes(block), len(block))
 
     def seed_epoch(self, epoch: int) -> None:
         """Set every block's counter, on every rank alike; for tests of its wrap."""
-        count = (ControlLayout.NBYTES - ControlLayout.EPOCHS) // 4
+        count = MAX_BLOCKS
         with self._cuda.current():
             driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
             driver.call("cuCtxSynchronize")
@@ -139,9 +151,10 @@ class CudaEngine:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
                 resident = kernel.resident_blocks(self.multiprocessors)
-            if plan.grid > resident:
+            if plan.grid * self._at_once > resident:
                 raise UnsupportedError(
-                    f"{plan.op} needs grid={plan.grid} blocks at once, the device holds {resident}",
+                    f"{plan.op} needs grid={plan.grid} blocks at once, of each of "
+                    f"{self._at_once} launches; the device holds {resident}",
                     reason="the launch would wait for blocks that cannot start",
                     rank=self.rank,
                     op=plan.op,

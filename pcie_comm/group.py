@@ -216,7 +216,15 @@ class PcieDcpGroup(Collectives):
                     self.rank, layout, peers, self.config.protocol, self.config.timeout_s
                 )
             else:
-                engine = CudaEngine(self.rank, layout, peers, self.device, self.config, self._store)
+                engine = CudaEngine(
+                    self.rank,
+                    layout,
+                    peers,
+                    self.device,
+                    self.config,
+                    self._store,
+                    self._sharers,
+                )
             engines.append(engine)
             return b""
 

@@ -18,7 +18,7 @@ import torch
 from .errors import CommError, MismatchError, PeerAbortedError, PeerTimeoutError
 from .kernels.plan_checks import run_reference
 from .kernels.registry import Collective, Plan
-from .layout import PACK_NBYTES, SlabLayout, align_up, flag_value, next_epoch, slot_of
+from .layout import STAGED_ALIGNMENT, SlabLayout, align_up, flag_value, next_epoch, slot_of
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
 
@@ -108,7 +108,7 @@ class HostEngine:
     def payload_nbytes(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> int:
         """Return the bytes a rank stages here: whole inputs, where a kernel may stage less."""
         sizes = (inputs[i].numel() * inputs[i].itemsize for i in plan.exchanged)
-        return sum(align_up(size, PACK_NBYTES) for size in sizes)
+        return sum(align_up(size, STAGED_ALIGNMENT) for size in sizes)
 
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         self.epoch = next_epoch(self.epoch)
@@ -144,7 +144,7 @@ class HostEngine:
         for tensor in payload:
             data = byte_view(tensor).numpy()
             self._bytes[target][offset : offset + data.size] = data
-            offset += align_up(data.size, PACK_NBYTES)
+            offset += align_up(data.size, STAGED_ALIGNMENT)
 
     def _read(self, source: int, offset: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         fetched = []
@@ -153,7 +153,7 @@ class HostEngine:
             view = byte_view(copy).numpy()
             view[:] = self._bytes[source][offset : offset + view.size]
             fetched.append(copy)
-            offset += align_up(view.size, PACK_NBYTES)
+            offset += align_up(view.size, STAGED_ALIGNMENT)
         return fetched
 
     def _await_all(self, plan: Plan, slot: int, value: int) -> None:

@@ -23,9 +23,12 @@ NUM_SLOTS = 2
 """Nobody is ever more than one epoch ahead (docs/protocol.md), so two slots suffice."""
 
 PACK_NBYTES = 16
-"""Widest load and store; every staged tensor starts on this boundary."""
+"""Widest load and store."""
 
 LINE_NBYTES = 128
+
+STAGED_ALIGNMENT = LINE_NBYTES // 2
+"""Every staged tensor, and a block's part of it, starts on this boundary: tagged, on a line."""
 
 SLAB_MAGIC = 0x5043_4945_434F_4D31
 """First word of every slab. A peer checks it, and the nonce behind it, after mapping."""
@@ -36,6 +39,17 @@ EPOCH_MASK = 0xFFFF_FFFF
 def align_up(nbytes: int, alignment: int) -> int:
     """Round `nbytes` up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
+
+
+def divisor(number: int) -> int:
+    """Return the 64-bit scalar by which a kernel divides by `number` with a product and a shift.
+
+    `(n * (d & 0xFFFF_FFFF)) >> (d >> 32)` is n // number for 0 <= n < 2**31: with
+    2**(k - 1) < number <= 2**k the low half is 2**(31 + k) / number rounded up, which is too large
+    by less than number / 2**(31 + k) of itself (Granlund and Montgomery, 1994).
+    """
+    shift = 31 + (number - 1).bit_length()
+    return shift << 32 | -(-(1 << shift) // number)
 
 
 def next_epoch(epoch: int) -> int:
@@ -108,6 +122,10 @@ class SlabLayout:
         """Offset of a slot that holds tagged units and never anything that could look like one."""
         return self.slot_offset(slot) + NUM_SLOTS * self.slot_nbytes
 
+    def tagged_offset(self, slot: int, writer: int) -> int:
+        """Offset of the part of a tagged slot that rank `writer` fills."""
+        return self.tagged_slot_offset(slot) + writer * self.segment_nbytes
+
     def segment_offset(self, slot: int, writer: int) -> int:
         """Offset of the part of a slot that rank `writer` fills under push."""
         return self.slot_offset(slot) + writer * self.segment_nbytes
@@ -118,7 +136,10 @@ class ControlLayout:
 
     poison u32: 0, or the failure code of the first launch that gave up; written by kernels.
     timeout_ns u64, abort u64, status u64: constants; the latter two are device addresses of
-    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab.
+    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab. relays u32:
+    1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
+    of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of the own
+    tagged segments, an address in this rank's device memory.
     peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
     epoch of the last launch, one word per block; every launch advances all of them by one.
     """
@@ -126,9 +147,12 @@ class ControlLayout:
     POISON = 0
     SLOT_NBYTES = 4
     SEGMENT_NBYTES = 8
+    RELAYS = 12
     TIMEOUT_NS = 16
     ABORT = 24
     STATUS = 32
+    CONFIRMED = 40
+    MIRROR = 48
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
     NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)

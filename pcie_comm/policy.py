@@ -6,14 +6,22 @@ The numbers come from measurement; docs/performance.md shows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .crossovers import Limits
+from .layout import PACK_NBYTES, STAGED_ALIGNMENT, align_up
 
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
 
 TAGGED_BLOCK_UNITS = 256
 """Units of 8 data bytes that one thread block receives before a second one pays: one a thread."""
+
+BLOCKS_PER_UNIT = 2
+"""Blocks of one kernel that a multiprocessor holds at least."""
+
+ROUTER_BLOCK_TASKS = 4
+"""Groups that one router block ranks at a time: a pair of its warps each."""
 
 
 def protocols_of(requested: str, limits: Limits) -> tuple[str, ...]:
@@ -73,26 +81,88 @@ def explain(requested: str, chosen: str, received_nbytes: int, limits: Limits, s
     return f"{facts}, more than {limits.tagged_nbytes}, {side} {limits.push_nbytes} ({source})"
 
 
-def gather_blocks(protocol: str, staged_nbytes: int, world_size: int, max_blocks: int) -> int:
-    """Return the grid of a gather in which each rank stages `staged_nbytes`."""
-    if protocol == "tagged":
-        received = staged_nbytes * (world_size - 1)
-        wanted = -(-received // (8 * TAGGED_BLOCK_UNITS))
-    else:
-        wanted = -(-staged_nbytes * world_size // GATHER_BLOCK_NBYTES)
-    return max(1, min(max_blocks, wanted))
+@dataclass(frozen=True)
+class GatherGrid:
+    """How a gather is divided.
+
+    Attributes:
+        blocks: Of the grid.
+        chunks: Per tensor, the bytes of its staged form that one block moves.
+    """
+
+    blocks: int
+    chunks: tuple[int, ...]
+
+
+def gather_grid(
+    protocol: str, sizes: Sequence[int], world_size: int, max_blocks: int
+) -> GatherGrid:
+    """Return the grid of a gather in which each rank stages tensors of `sizes` bytes.
+
+    Under tagged push a thread receives one unit, if enough blocks are resident. Chunks are whole
+    lines of units then, so that no line is written by two blocks, unless smaller ones save a round.
+    """
+    if protocol != "tagged":
+        wanted = -(-sum(sizes) * world_size // GATHER_BLOCK_NBYTES)
+        return _chunked(sizes, max(1, min(max_blocks, wanted)), STAGED_ALIGNMENT)
+    received = sum(sizes) * (world_size - 1)
+    wanted = max(1, min(max_blocks, -(-received // (8 * TAGGED_BLOCK_UNITS))))
+    for alignment in (STAGED_ALIGNMENT, PACK_NBYTES):
+        for blocks in range(wanted, max_blocks + 1):
+            grid = _chunked(sizes, blocks, alignment)
+            if sum(grid.chunks) * (world_size - 1) <= 8 * TAGGED_BLOCK_UNITS:
+                return grid
+    return _chunked(sizes, wanted, STAGED_ALIGNMENT)
+
+
+def _chunked(sizes: Sequence[int], blocks: int, alignment: int) -> GatherGrid:
+    chunks = tuple(align_up(max(1, -(-size // blocks)), alignment) for size in sizes)
+    return GatherGrid(blocks, chunks)
+
+
+def is_patient(staged_nbytes: int, world_size: int, limits: Limits) -> bool:
+    """Tell whether a tagged call polls its peers' flags before it polls for their payload.
+
+    In pinned host memory a poll of the payload is as much traffic as the payload. With much of it
+    on one link, polls that come too early delay what they wait for.
+    """
+    most = limits.patience_nbytes
+    return most is not None and staged_nbytes * world_size > most
+
+
+@dataclass(frozen=True)
+class FusedGrid:
+    """How a fused launch is divided. Router blocks come first in the grid.
+
+    Attributes:
+        router_blocks: How many select.
+        gather: How the others gather.
+        rows_per_block: Rows whose 16 experts a router block selects.
+        tasks_per_block: Groups of experts that it ranks for the peers; a row has some per rank.
+    """
+
+    router_blocks: int
+    gather: GatherGrid
+    rows_per_block: int
+    tasks_per_block: int
 
 
 def split_fused_grid(
-    protocol: str, rows: int, down_nbytes: int, world_size: int, max_blocks: int
-) -> tuple[int, int]:
-    """Return router blocks and gather blocks of a fused launch.
+    protocol: str, rows: int, groups: int, down_nbytes: int, world_size: int, max_blocks: int
+) -> FusedGrid:
+    """Return the grid of a fused launch; `groups` are what one rank owns of a row.
 
-    Router blocks come first: a row costs a block about as long as the gather of many kilobytes.
+    Under push and pull a block ranks the groups of its own rows: what it collects is what the same
+    block of its peers staged. Units carry their own tags, so under tagged push a row's groups may
+    be spread over blocks, which pays: ranking a group keeps a fourth of a multiprocessor busy.
     """
-    most = max(1, max_blocks // 2)
-    gather = gather_blocks(protocol, down_nbytes, world_size, most)
-    return max(1, min(rows, max_blocks - gather)), gather
+    gather = gather_grid(protocol, (down_nbytes,), world_size, max(1, max_blocks // 2))
+    tasks = rows * groups
+    wanted = max(rows, -(-tasks // ROUTER_BLOCK_TASKS)) if protocol == "tagged" else rows
+    router = max(1, min(wanted, max_blocks - gather.blocks))
+    rows_per_block = -(-rows // router)
+    spread = -(-tasks // router) if protocol == "tagged" else rows_per_block * groups
+    return FusedGrid(router, gather, rows_per_block, spread)
 
 
 def choose_transport(
@@ -117,15 +187,21 @@ def choose_transport(
     return "cuda_ipc", "one process per rank, peer access"
 
 
+def launches_at_once(sharers: int, overlap: bool) -> int:
+    """Return how many launches may hold places on a device that `sharers` ranks use."""
+    return sharers * 2 if overlap and sharers > 1 else sharers
+
+
 def resident_budget(
     multiprocessors: Sequence[int], sharers: Sequence[int], overlap: bool, limit: int
 ) -> int:
     """Return the largest grid that is resident on every rank's device at once.
 
-    One block per multiprocessor is counted, whatever the kernel's occupancy: ranks that share a
-    device divide it, and room is left for the user's own kernels. With overlapping launches a rank
-    may hold places for two: the launch that runs, and the next one, which waits for it. On a shared
-    device the next one could take the place that a peer needs, so both are counted there.
+    BLOCKS_PER_UNIT blocks are counted per multiprocessor, which every built-in kernel fits; the
+    engine refuses another that does not. Ranks that share a device divide it. With overlapping
+    launches a rank may hold places for two: the launch that runs, and the next one, which waits for
+    it. On a shared device the next one could take the place that a peer needs, so both are counted
+    there.
 
     Args:
         multiprocessors: Per rank, of its device.
@@ -134,7 +210,7 @@ def resident_budget(
         limit: Largest grid the channel has flags for.
     """
     shares = (
-        count // (users * 2 if overlap and users > 1 else users)
+        count * BLOCKS_PER_UNIT // launches_at_once(users, overlap)
         for count, users in zip(multiprocessors, sharers, strict=True)
     )
     return max(2, min(limit, *shares))

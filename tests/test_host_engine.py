@@ -370,10 +370,10 @@ def test_b36_more_bytes_than_the_slot_names_limit_and_size():
         for group in world.groups:
             with pytest.raises(InvalidArgumentError) as caught:
                 group.all_gather_pair(wide, wide[:, :1])
-            assert "nbytes=2080" in str(caught.value)
+            assert "nbytes=2176" in str(caught.value)
             assert "capacity=2048" in str(caught.value)
             assert "needed: 4352" in str(caught.value)
-        fits = torch.zeros(1, 508), torch.zeros(1, 4)
+        fits = torch.zeros(1, 496), torch.zeros(1, 16)
         world.run(lambda g: g.all_gather_pair(*fits))
 
 

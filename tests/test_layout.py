@@ -20,6 +20,7 @@ from pcie_comm.layout import (
     SlabLayout,
     StatusLayout,
     align_up,
+    divisor,
     flag_value,
     next_epoch,
     slot_of,
@@ -146,6 +147,9 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (ControlLayout.POISON, 4, "poison"),
         (ControlLayout.SLOT_NBYTES, 4, "slot_nbytes"),
         (ControlLayout.SEGMENT_NBYTES, 4, "segment_nbytes"),
+        (ControlLayout.RELAYS, 4, "relays"),
+        (ControlLayout.CONFIRMED, 8, "confirmed"),
+        (ControlLayout.MIRROR, 8, "mirror"),
         (ControlLayout.TIMEOUT_NS, 8, "timeout_ns"),
         (ControlLayout.ABORT, 8, "abort"),
         (ControlLayout.STATUS, 8, "status"),
@@ -176,6 +180,16 @@ def test_align_up_is_the_next_multiple(nbytes, alignment):
     aligned = align_up(nbytes, alignment)
     assert aligned % alignment == 0
     assert nbytes <= aligned < nbytes + alignment
+
+
+@given(st.integers(1, (1 << 31) - 1), st.integers(0, (1 << 31) - 1))
+def test_a_divisor_divides(number, dividend):
+    scalar = divisor(number)
+    low, shift = scalar & 0xFFFF_FFFF, scalar >> 32
+    assert 0 < scalar < 1 << 63
+    for one in (dividend, (1 << 31) - 1, number - 1, dividend // number * number):
+        assert one * low < 1 << 64
+        assert (one * low) >> shift == one // number
 
 
 # --- epochs, slots, flags ------------------------------------------------------------------------

@@ -9,10 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pcie_comm import policy
-from pcie_comm.crossovers import DEFAULT, Limits
+from pcie_comm.crossovers import VRAM, Limits
 from pcie_comm.kernels.columns import GATHERED_DTYPES
 from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
-from pcie_comm.layout import MAX_BLOCKS, MAX_WORLD
+from pcie_comm.layout import (
+    MAX_BLOCKS,
+    MAX_WORLD,
+    PACK_NBYTES,
+    STAGED_ALIGNMENT,
+    align_up,
+)
 
 ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -42,7 +48,7 @@ def test_transport(requested, on_gpu, one_process, peers_reachable, chosen):
     assert reason
 
 
-LIMIT = DEFAULT.tagged_nbytes
+LIMIT = VRAM.tagged_nbytes
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ LIMIT = DEFAULT.tagged_nbytes
 )
 def test_protocol(requested, staged, world, segment, chosen):
     """Units are twice as large as their data, so tagged push needs twice the room."""
-    assert policy.choose_protocol(requested, staged, world, segment, DEFAULT) == chosen
+    assert policy.choose_protocol(requested, staged, world, segment, VRAM) == chosen
 
 
 @pytest.mark.parametrize(
@@ -110,8 +116,8 @@ def test_a_protocol_is_one_that_was_prepared_and_fits(requested, staged, world, 
 @pytest.mark.parametrize(
     ("requested", "chosen", "received", "limits", "why"),
     [
-        ("pull", "pull", 9, DEFAULT, "pull: asked for"),
-        ("tagged", "push", 9, DEFAULT, "push: asked for tagged, which does not fit its slot"),
+        ("pull", "pull", 9, VRAM, "pull: asked for"),
+        ("tagged", "push", 9, VRAM, "push: asked for tagged, which does not fit its slot"),
         ("auto", "tagged", 9, Limits(9), "tagged: receives 9 bytes in all, at most 9 (host)"),
         (
             "auto",
@@ -149,55 +155,108 @@ def test_reasons_in_words(requested, chosen, received, limits, why):
 
 @given(
     st.sampled_from(["push", "pull", "tagged"]),
-    payloads,
-    payloads,
+    st.lists(payloads, min_size=1, max_size=2),
     st.integers(1, MAX_WORLD),
     st.integers(1, MAX_BLOCKS),
 )
-def test_a_gather_grid_is_bounded_and_grows_with_the_payload(protocol, staged, more, world, limit):
-    grid = policy.gather_blocks(protocol, staged, world, limit)
-    assert 1 <= grid <= limit
-    assert grid <= policy.gather_blocks(protocol, staged + more, world, limit)
+def test_a_gather_grid_covers_every_tensor(protocol, sizes, world, limit):
+    grid = policy.gather_grid(protocol, sizes, world, limit)
+    assert 1 <= grid.blocks <= limit
+    assert len(grid.chunks) == len(sizes)
+    for size, chunk in zip(sizes, grid.chunks, strict=True):
+        assert chunk > 0
+        assert chunk % PACK_NBYTES == 0
+        assert chunk * grid.blocks >= size
+
+
+@given(
+    st.lists(st.integers(1, 8192), min_size=1, max_size=2),
+    st.integers(2, MAX_WORLD),
+    st.integers(1, MAX_BLOCKS),
+)
+def test_a_tagged_gather_takes_one_round_where_one_can_do(sizes, world, limit):
+    def rounds(blocks, alignment):
+        chunks = (align_up(-(-size // blocks), alignment) for size in sizes)
+        return -(-sum(chunks) * (world - 1) // (8 * policy.TAGGED_BLOCK_UNITS))
+
+    grid = policy.gather_grid("tagged", sizes, world, limit)
+    taken = -(-sum(grid.chunks) * (world - 1) // (8 * policy.TAGGED_BLOCK_UNITS))
+    possible = range(1, limit + 1)
+    if any(rounds(blocks, PACK_NBYTES) == 1 for blocks in possible):
+        assert taken == 1
+    if any(rounds(blocks, STAGED_ALIGNMENT) == 1 for blocks in possible):
+        assert all(chunk % STAGED_ALIGNMENT == 0 for chunk in grid.chunks)
 
 
 @pytest.mark.parametrize(
-    ("protocol", "staged", "world", "grid"),
+    ("protocol", "sizes", "world", "blocks", "chunks"),
     [
-        ("push", 0, 4, 1),
-        ("push", 2048, 4, 1),
-        ("pull", 2049, 4, 2),
-        ("push", 16_384, 4, 8),
-        ("push", 1 << 30, 4, 32),
-        ("tagged", 0, 4, 1),
-        ("tagged", 1 << 20, 1, 1),
-        ("tagged", 1024, 3, 1),
-        ("tagged", 1025, 3, 2),
-        ("tagged", 8192, 8, 28),
-        ("tagged", 8192, 16, 32),
+        ("push", [0], 4, 1, (64,)),
+        ("push", [2048], 4, 1, (2048,)),
+        ("pull", [2049], 4, 2, (1088,)),
+        ("push", [16_384], 4, 8, (2048,)),
+        ("push", [1 << 30], 4, 32, (1 << 25,)),
+        ("tagged", [0], 4, 1, (64,)),
+        ("tagged", [1 << 20], 1, 1, (1 << 20,)),
+        ("tagged", [1024], 3, 1, (1024,)),
+        ("tagged", [1025], 3, 2, (576,)),
+        ("tagged", [8192], 8, 32, (256,)),
+        ("tagged", [8192], 16, 32, (256,)),
+        ("tagged", [896, 448], 8, 7, (128, 64)),  # Kimi's row: 6 blocks would take two rounds
+        ("tagged", [14_336, 7168], 4, 32, (448, 224)),  # lines would take two rounds
     ],
 )
-def test_exact_gather_grids(protocol, staged, world, grid):
-    assert policy.gather_blocks(protocol, staged, world, 32) == grid
+def test_exact_gather_grids(protocol, sizes, world, blocks, chunks):
+    assert policy.gather_grid(protocol, sizes, world, 32) == policy.GatherGrid(blocks, chunks)
 
 
 @given(
     st.sampled_from(["push", "pull", "tagged"]),
     st.integers(0, 65_536),
+    st.integers(1, 16),
     payloads,
     st.integers(1, MAX_WORLD),
     grids,
 )
-def test_a_fused_grid_has_both_kinds_and_fits(protocol, rows, nbytes, world, limit):
-    router, gather = policy.split_fused_grid(protocol, rows, nbytes, world, limit)
-    assert router >= 1
-    assert gather >= 1
-    assert router + gather <= limit
-    assert router <= max(rows, 1)
+def test_a_fused_grid_has_both_kinds_and_fits(protocol, rows, groups, nbytes, world, limit):
+    grid = policy.split_fused_grid(protocol, rows, groups, nbytes, world, limit)
+    assert grid.router_blocks >= 1
+    assert grid.gather.blocks >= 1
+    assert grid.router_blocks + grid.gather.blocks <= limit
+    assert grid.rows_per_block * grid.router_blocks >= rows
+    assert grid.tasks_per_block * grid.router_blocks >= rows * groups
+    if protocol != "tagged":  # a block collects what the same block of its peers staged
+        assert grid.router_blocks <= max(rows, 1)
+        assert grid.tasks_per_block == grid.rows_per_block * groups
+
+
+@pytest.mark.parametrize(
+    ("protocol", "rows", "groups", "blocks", "rows_per_block", "tasks_per_block"),
+    [
+        ("tagged", 1, 8, 2, 1, 4),
+        ("tagged", 1, 1, 1, 1, 1),
+        ("tagged", 8, 8, 16, 1, 4),
+        ("tagged", 64, 8, 30, 3, 18),
+        ("push", 1, 8, 1, 1, 8),
+        ("push", 8, 8, 8, 1, 8),
+        ("push", 64, 1, 31, 3, 3),
+    ],
+)
+def test_exact_fused_grids(protocol, rows, groups, blocks, rows_per_block, tasks_per_block):
+    grid = policy.split_fused_grid(protocol, rows, groups, 4096, 2, 32)
+    assert (grid.router_blocks, grid.rows_per_block) == (blocks, rows_per_block)
+    assert grid.tasks_per_block == tasks_per_block
+
+
+@given(payloads, st.integers(1, MAX_WORLD), st.none() | st.integers(0, 1 << 24))
+def test_patience_is_for_much_payload(staged, world, limit):
+    patient = policy.is_patient(staged, world, Limits(patience_nbytes=limit))
+    assert patient == (limit is not None and staged * world > limit)
 
 
 @given(st.data())
 def test_a_resident_grid_leaves_every_rank_its_share(data):
-    """Where a device has two multiprocessors for each launch that it may hold, all grids fit it."""
+    """Where a device has a multiprocessor for each launch that it may hold, all grids fit it."""
     world = data.draw(st.integers(1, MAX_WORLD))
     device_of = data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
     units_of = data.draw(st.lists(st.integers(1, 200), min_size=4, max_size=4))
@@ -207,10 +266,10 @@ def test_a_resident_grid_leaves_every_rank_its_share(data):
     budget = policy.resident_budget(units, sharers, overlap, MAX_BLOCKS)
     assert 2 <= budget <= MAX_BLOCKS
     assert budget <= policy.resident_budget(units, sharers, False, MAX_BLOCKS)
-    launches = [users * 2 if overlap and users > 1 else users for users in sharers]
-    assume(all(count >= 2 * held for count, held in zip(units, launches, strict=True)))
+    launches = [policy.launches_at_once(users, overlap) for users in sharers]
+    assume(all(count >= held for count, held in zip(units, launches, strict=True)))
     for count, held in zip(units, launches, strict=True):
-        assert budget * held <= count
+        assert budget * held <= count * policy.BLOCKS_PER_UNIT
 
 
 @pytest.mark.parametrize(
@@ -218,12 +277,12 @@ def test_a_resident_grid_leaves_every_rank_its_share(data):
     [
         ([132], [1], False, 32),
         ([132], [1], True, 32),
-        ([132] * 8, [8] * 8, False, 16),
-        ([132] * 8, [8] * 8, True, 8),
-        ([132] * 16, [16] * 16, False, 8),
-        ([132] * 16, [16] * 16, True, 4),
-        ([132, 20], [1, 1], False, 20),
-        ([132, 20], [1, 1], True, 20),
+        ([132] * 8, [8] * 8, False, 32),
+        ([132] * 8, [8] * 8, True, 16),
+        ([132] * 16, [16] * 16, False, 16),
+        ([132] * 16, [16] * 16, True, 8),
+        ([132, 10], [1, 1], False, 20),
+        ([132, 10], [1, 1], True, 20),
         ([14] * 16, [16] * 16, False, 2),
     ],
 )

@@ -82,6 +82,7 @@ class Handshake(_Floor):
         @cute.kernel
         def handshake(args: Any, tensors: Any, scalars: Any) -> None:
             lane = Lane(args, threads)
+            lane.enter()
             lane.exchange(lane.ok)
 
         return handshake
@@ -105,19 +106,20 @@ class Evict(_Floor):
         from cutlass import Int64, cute
 
         from ..kernels import primitives as prim
+        from ..kernels import scalars as num
 
         @cute.kernel
         def evict(args: Any, tensors: Any, scalars: Any) -> None:
             place = Int64(cute.arch.block_idx()[0]) * 16
             words = prim.load_v4(tensors[0] + place)
-            factor = prim.bits_float(words[0])
-            sums = [prim.bits_float(word) for word in words]
+            factor = num.bits_float(words[0])
+            sums = [num.bits_float(word) for word in words]
             for _ in cutlass.range_constexpr(EVICT_SQUARE):
                 for _ in cutlass.range_constexpr(EVICT_SQUARE):
                     sums = [one * factor + sums[i - 1] for i, one in enumerate(sums)]
             if cute.arch.thread_idx()[0] == 0:
                 for i in cutlass.range_constexpr(4):
-                    prim.store_u32(tensors[1] + place + 4 * i, prim.float_bits(sums[i]))
+                    prim.store_u32(tensors[1] + place + 4 * i, num.float_bits(sums[i]))
 
         return evict
 

@@ -22,7 +22,7 @@ WARM_UPS = 3
 """Rounds of all contenders before the first sample."""
 
 SPIN_S = 0.3
-"""Real work before a measurement: an idle GPU sits at a fraction of its clocks."""
+"""Work before a measurement: an idle GPU sits at a fraction of its clocks."""
 
 Take = Callable[[], float]
 """Runs a contender once and returns the time of one operation, in nanoseconds."""
@@ -116,12 +116,16 @@ class Lanes:
 
 
 def spin(device: torch.device, seconds: float = SPIN_S) -> None:
-    """Keep a GPU busy with matrix products, so that its clocks are up."""
-    factor = torch.randn(2048, 2048, device=device).bfloat16()
+    """Keep a GPU busy, so that its clocks are up.
+
+    With little work: matrix products draw so much power that the clocks fall again (an H200 went
+    from 1.94 to 1.57 GHz).
+    """
+    values = torch.ones(1 << 20, device=device)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for _ in range(50):
-            torch.mm(factor, factor)
+            values.mul_(1.0)
         torch.cuda.synchronize(device)
 
 

@@ -200,7 +200,7 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, int | None]]:
     for name, memory in (("vram", VRAM), ("pinned", PINNED)):
         limits = derive_limits(points(rows, memory))
         if limits is not None:
-            found[name] = dict(vars(limits))
+            found[name] = {one: getattr(limits, one) for one in ("tagged_nbytes", "push_nbytes")}
     return found
 
 

@@ -82,7 +82,7 @@ GPU_METHOD = {
     "cold": "a replay of a graph of rounds: an addition to a buffer of twice the second-level "
     "cache, a kernel larger than the instruction caches on all multiprocessors, fork, one "
     "operation of each rank, join; minus a replay of the evictions alone, over the rounds",
-    "clocks": "real work for 0.3 s before each case",
+    "clocks": "small kernels for 0.3 s before each case",
 }
 CPU_METHOD = {"warm": "eager calls of ranks that are threads; wall time of the slowest over `ops`"}
 

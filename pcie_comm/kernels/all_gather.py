@@ -17,102 +17,118 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ..layout import PACK_NBYTES
 from . import primitives as prim
-from .protocol import DeviceObject, Staging
+from . import scalars as num
+from .protocol import DeviceObject, Lane, Staging
 
 IN_FLIGHT = 4
 """Loads a thread issues before its first store; hides one trip behind another."""
 
 
+NUM_SCALARS = 5
+"""Scalars that describe one tensor; see Columns.of."""
+
+
 @dataclass(frozen=True)
 class Columns:
-    """One gathered tensor: addresses and sizes, strides in bytes, `staged` its segment offset."""
+    """One gathered tensor: addresses and sizes, strides in bytes, `staged` its segment offset.
+
+    `chunk` is what one block moves of the staged form, whole 16-byte units. The divisors are
+    those of layout.divisor: of the row size, and of the items in a chunk.
+    """
 
     source: Int64
     source_stride: Int64
     output: Int64
     output_stride: Int32
     row_nbytes: Int32
-    rows: Int32
+    row_divisor: Int64
+    chunk: Int32
+    chunk_divisor: Int64
+    nbytes: Int32
     staged: Int64
 
-
-class ColumnPart(DeviceObject):
-    """The chunk of a staged tensor that block `part` of `parts` moves, in items of `item` bytes.
-
-    Attributes:
-        first, count: The chunk's items.
-        nbytes: Of the whole staged tensor.
-    """
-
-    def __init__(self, columns: Columns, part: Int32, parts: Int32, item: int) -> None:
-        self.row_nbytes = columns.row_nbytes
-        self.nbytes = columns.rows * columns.row_nbytes
-        units = (self.nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
-        chunk = prim.divide(units + parts - Int32(1), parts) * Int32(PACK_NBYTES)
-        shift = Int32(item.bit_length() - 1)
-        begin = prim.minimum(part * chunk, self.nbytes) + Int32(item - 1)
-        end = prim.minimum((part + Int32(1)) * chunk, self.nbytes) + Int32(item - 1)
-        self.first = begin >> shift
-        self.count = (end >> shift) - self.first
+    @classmethod
+    def of(
+        cls, lane: Lane, rows: Int32, staged: Int64, source: Int64, output: Int64, scalars: tuple
+    ) -> Columns:
+        """Return the tensor that plan scalars describe, see columns.column_scalars."""
+        row_nbytes = Int32(scalars[0])
+        return cls(
+            source=source,
+            source_stride=scalars[1],
+            output=output,
+            output_stride=row_nbytes * lane.world_size,
+            row_nbytes=row_nbytes,
+            row_divisor=scalars[2],
+            chunk=Int32(scalars[3]),
+            chunk_divisor=scalars[4],
+            nbytes=rows * row_nbytes,
+            staged=staged,
+        )
 
     def split(self, byte: Int32) -> tuple[Int32, Int32]:
         """Return row, and byte within the row, of a byte of the staged form."""
-        row = prim.divide(byte, self.row_nbytes)
+        row = num.quotient(byte, self.row_divisor)
         return row, byte - row * self.row_nbytes
 
 
 class ColumnGather(DeviceObject):
-    """Moves one tensor through a channel, in `pack`-byte units, by `part` of `parts` blocks.
+    """Moves one tensor through a channel, in `pack`-byte items, the chunk of block `part`.
 
     Requires: every address, stride and `row_nbytes` is a multiple of `pack`.
     """
 
-    def __init__(
-        self, staging: Staging, columns: Columns, part: Int32, parts: Int32, pack: int
-    ) -> None:
+    def __init__(self, staging: Staging, columns: Columns, part: Int32, pack: int) -> None:
         self.staging = staging
         self.columns = columns
         self.pack = pack
-        self.part = ColumnPart(columns, part, parts, pack)
-        self.first = self.part.first
-        self.count = self.part.count
-
-    def _split(self, index: Int32) -> tuple[Int32, Int32]:
-        """Return row, and byte within the row, of pack `index`."""
-        return self.part.split(index * Int32(self.pack))
+        shift = Int32(pack.bit_length() - 1)
+        begin = num.minimum(part * columns.chunk, columns.nbytes)
+        end = num.minimum(begin + columns.chunk, columns.nbytes)
+        self.first = begin >> shift
+        self.count = (end >> shift) - self.first
+        self.chunk = columns.chunk >> shift
 
     @cute.jit
     def stage(self) -> None:
-        """Put this block's chunk of the own shard. Participants: every thread of the block."""
+        """Put this block's chunk of the own shard, and copy it to the own output.
+
+        Participants: every thread of the block. What a rank gathers from itself takes no detour:
+        in pinned host memory that would be two trips over the link.
+        """
         lane = self.staging.lane
         columns = self.columns
         for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
             index = self.first + local
-            row, column = self._split(index)
-            address = columns.source + Int64(row) * columns.source_stride + Int64(column)
+            row, column = columns.split(index * Int32(self.pack))
+            address = columns.source + num.wide(row) * columns.source_stride + num.wide(column)
             words = prim.load_pack(address, Uint32(1), self.pack)
-            offset = columns.staged + Int64(index) * self.pack
-            self.staging.put(offset, words, self.pack)
+            offset = columns.staged + num.wide(index) * self.pack
+            self.staging.put(offset, words, self.pack, own=False)
+            prim.store_pack(self._output(lane.rank, index), words, Uint32(1), self.pack)
 
     @cute.jit
     def collect(self) -> None:
-        """Write this block's chunk of every rank's shard to the output.
+        """Write this block's chunk of every peer's shard to the output.
 
         Participants: every thread of the block. Requires: `exchange` returned 1.
         """
         lane = self.staging.lane
-        total = self.count * lane.world_size
+        total = self.chunk * (lane.world_size - Int32(1))
         for begin in cutlass.range(lane.thread, total, lane.threads * IN_FLIGHT, unroll=1):
             packs = []
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 flat = begin + Int32(step * lane.threads)
-                enabled = Uint32(flat < total)
-                peer = prim.divide(flat, self.count)
-                index = self.first + flat - peer * self.count
-                source = self.staging.source(prim.minimum(peer, lane.world_size - Int32(1)))
-                address = source + self.columns.staged + Int64(index) * self.pack
+                ahead = num.quotient(flat, self.columns.chunk_divisor)
+                local = flat - ahead * self.chunk
+                enabled = Uint32((flat < total) & (local < self.count))
+                ahead = num.minimum(ahead, lane.world_size - Int32(2))
+                peer = lane.wrap(lane.rank + ahead + Int32(1))
+                index = self.first + local
+                address = (
+                    self.staging.source(peer) + self.columns.staged + num.wide(index) * self.pack
+                )
                 words = prim.load_peer_pack(address, enabled, self.pack)
                 packs.append((self._output(peer, index), words, enabled))
             for step in cutlass.range_constexpr(IN_FLIGHT):
@@ -120,10 +136,10 @@ class ColumnGather(DeviceObject):
                 prim.store_pack(address, words, enabled, self.pack)
 
     def _output(self, peer: Int32, index: Int32) -> Int64:
-        row, column = self._split(index)
         columns = self.columns
+        row, column = columns.split(index * Int32(self.pack))
         return (
             columns.output
-            + Int64(row) * Int64(columns.output_stride)
-            + Int64(peer * columns.row_nbytes + column)
+            + num.wide(row) * num.wide(columns.output_stride)
+            + num.wide(peer * columns.row_nbytes + column)
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
-from .columns import check_columns, gather_variants, plan_gather
+from .columns import BLOCK, check_columns, gather_variants, plan_gather
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
@@ -21,15 +21,16 @@ class AllGatherHeads(Collective):
 
     name = "all_gather_heads"
     num_inputs = 1
+    block = BLOCK
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 3
+        return 7
 
     def variants(self) -> Sequence[KernelKey]:
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows, row bytes, row stride in bytes."""
+        """See Collective.plan. Scalars: rows, patience, and those of columns.column_scalars."""
         (meta,) = tensors
         check_columns(self.name, "local_heads", meta, ndim=3, max_rows=info.max_rows)
         if meta.dtype == "float32":

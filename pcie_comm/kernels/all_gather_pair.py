@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .columns import check_columns, gather_variants, plan_gather
+from .columns import BLOCK, check_columns, gather_variants, plan_gather
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
@@ -21,18 +21,19 @@ class AllGatherPair(Collective):
 
     name = "all_gather_pair"
     num_inputs = 2
+    block = BLOCK
 
     def num_outputs(self) -> int:
         return 2
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 5
+        return 12
 
     def variants(self) -> Sequence[KernelKey]:
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows; row bytes of both; row strides of both, in bytes."""
+        """See Collective.plan. Scalars: rows, patience, column_scalars of each tensor."""
         for label, meta in zip(("local_first", "local_second"), tensors, strict=True):
             check_columns(self.name, label, meta, ndim=2, max_rows=info.max_rows)
         outputs = tuple(

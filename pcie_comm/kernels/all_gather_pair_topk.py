@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES
-from ..policy import choose_protocol, split_fused_grid
-from .columns import PACKS, check_columns, pack_width, row_nbytes, stride_nbytes
+from ..policy import choose_protocol, is_patient, split_fused_grid
+from .columns import BLOCK, PACKS, check_columns, column_scalars, pack_width, row_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router
 from .router_spec import KIMI_K3, RouterSpec
@@ -47,7 +47,7 @@ class AllGatherPairTopk(Collective):
 
     name = "all_gather_pair_kimi_topk"
     num_inputs = 3
-    block = 512
+    block = BLOCK
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec
@@ -56,7 +56,7 @@ class AllGatherPairTopk(Collective):
         return 3
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 8
+        return 13
 
     def check_world_size(self, world_size: int) -> None:
         expert_groups(self.spec.num_experts, world_size)
@@ -70,7 +70,7 @@ class AllGatherPairTopk(Collective):
         ]
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan; the scalars are those of router_kernels.fused_kernel."""
+        """See Collective.plan; the scalars are those of fused_kernels.fused_kernel."""
         down, router, bias = tensors
         spec, world = self.spec, info.world_size
         groups, group_size = expert_groups(spec.num_experts, world)
@@ -90,10 +90,8 @@ class AllGatherPairTopk(Collective):
         down_nbytes = rows * row_nbytes(down)
         staged = rows * groups * LIST_NBYTES + down_nbytes
         protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
-        router_blocks, down_blocks = split_fused_grid(
-            protocol, rows, down_nbytes, world, info.max_blocks
-        )
-        per_block = -(-rows // router_blocks)
+        split = split_fused_grid(protocol, rows, groups, down_nbytes, world, info.max_blocks)
+        pack = pack_width(info, protocol, [down])
         return Plan(
             op=self.name,
             outputs=(
@@ -101,27 +99,26 @@ class AllGatherPairTopk(Collective):
                 OutputSpec((rows, spec.top_k), "float32"),
                 OutputSpec((rows, spec.top_k), "int32"),
             ),
-            kernel=KernelKey(
-                self.name, (protocol, pack_width(info, protocol, [down]), spec.numerics)
-            ),
-            grid=router_blocks + down_blocks,
+            kernel=KernelKey(self.name, (protocol, pack, spec.numerics)),
+            grid=split.router_blocks + split.gather.blocks,
             scalars=(
                 rows,
-                router_blocks,
-                per_block,
+                split.router_blocks,
+                int(is_patient(staged, world, info.limits)),
+                split.rows_per_block,
+                split.tasks_per_block,
                 groups.bit_length() - 1,
                 group_size,
                 router.strides[0] * router.itemsize,
-                row_nbytes(down),
-                stride_nbytes(down),
+                *column_scalars(down, protocol, split.gather.chunks[0], pack),
             ),
             staged_nbytes=staged * 2 if protocol == "tagged" else staged,
             exchanged=(0, 1),
-            facts=(protocol, rows, spec.numerics, router_blocks),
+            facts=(protocol, rows, spec.numerics, split.router_blocks),
         )
 
     def kernel(self, key: KernelKey) -> Any:
-        from .router_kernels import fused_kernel
+        from .fused_kernels import fused_kernel
 
         protocol, pack, numerics = key.variant
         spec = replace(self.spec, numerics=str(numerics))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
-from ..layout import PACK_NBYTES, align_up
-from ..policy import choose_protocol, gather_blocks
+from ..layout import STAGED_ALIGNMENT, align_up, divisor
+from ..policy import choose_protocol, gather_grid, is_patient
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
 """Bytes per load and store: the widest that address, stride and row size allow is used."""
+
+BLOCK = 288
+"""Threads of a block: 256 that move bytes, and the warp that watches flags under tagged push."""
 
 GATHERED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
@@ -89,7 +92,7 @@ def plan_gather(
             f"the tensors have different rows={[meta.shape[0] for meta in tensors]}", op=op
         )
     sizes = [row_nbytes(meta) for meta in tensors]
-    staged = sum(align_up(rows * size, PACK_NBYTES) for size in sizes)
+    staged = sum(align_up(rows * size, STAGED_ALIGNMENT) for size in sizes)
     protocol = choose_protocol(
         info.protocol,
         staged,
@@ -97,13 +100,32 @@ def plan_gather(
         info.segment_nbytes,
         info.limits,
     )
+    patient = int(is_patient(staged, info.world_size, info.limits))
+    grid = gather_grid(protocol, [rows * size for size in sizes], info.world_size, info.max_blocks)
+    pack = pack_width(info, protocol, tensors)
+    described = zip(tensors, grid.chunks, strict=True)
+    per_tensor = [column_scalars(meta, protocol, chunk, pack) for meta, chunk in described]
     return Plan(
         op=op,
         outputs=outputs,
-        kernel=KernelKey(op, (protocol, pack_width(info, protocol, tensors))),
-        grid=gather_blocks(protocol, staged, info.world_size, info.max_blocks),
-        scalars=(rows, *sizes, *(stride_nbytes(meta) for meta in tensors)),
+        kernel=KernelKey(op, (protocol, pack)),
+        grid=grid.blocks,
+        scalars=(rows, patient, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
         facts=(protocol, *((meta.shape, meta.dtype) for meta in tensors)),
     )
+
+
+def column_scalars(
+    meta: TensorMeta, protocol: str, chunk: int, pack: int
+) -> tuple[int, int, int, int, int]:
+    """Return what a kernel is told of a tensor of whose staged form a block moves `chunk` bytes.
+
+    Row size and stride in bytes; the row size as a divisor; the chunk in bytes; and how many items
+    that is, as a divisor: packs, or under tagged push units of 8 bytes. The chunk is a multiple of
+    16, so the split of the tensor does not depend on the pack.
+    """
+    size = row_nbytes(meta)
+    item = 8 if protocol == "tagged" else pack
+    return size, stride_nbytes(meta), divisor(size), chunk, divisor(chunk // item)

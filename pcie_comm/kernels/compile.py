@@ -52,10 +52,12 @@ class CompiledKernel:
 DEVICE_MODULES = (
     "all_gather",
     "dsl",
+    "fused_kernels",
     "gather_kernels",
     "primitives",
     "protocol",
     "router_kernels",
+    "scalars",
     "tagged",
     "topk",
 )

@@ -7,32 +7,23 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ..layout import PACK_NBYTES
-from .all_gather import ColumnGather, Columns
-from .protocol import Lane, LaneArgs, Staging, no_wait
+from ..layout import STAGED_ALIGNMENT
+from .all_gather import NUM_SCALARS, ColumnGather, Columns
+from .protocol import WARP, Lane, LaneArgs, Staging, no_wait
 from .tagged import TaggedGather
 
 
 def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
-    """Return the launch's tensors; scalars: rows, `count` row sizes, `count` strides, in bytes."""
+    """Return the launch's tensors; scalars: rows, patience, NUM_SCALARS for each."""
     rows = Int32(scalars[0])
     staged = Int64(0)
     columns = []
     for i in range(count):
-        row_nbytes = Int32(scalars[1 + i])
-        columns.append(
-            Columns(
-                source=tensors[i],
-                source_stride=scalars[1 + count + i],
-                output=tensors[count + i],
-                output_stride=row_nbytes * lane.world_size,
-                row_nbytes=row_nbytes,
-                rows=rows,
-                staged=staged,
-            )
-        )
-        units = (rows * row_nbytes + Int32(PACK_NBYTES - 1)) >> Int32(4)
-        staged += Int64(units) * PACK_NBYTES
+        begin = 2 + i * NUM_SCALARS
+        of_tensor = scalars[begin : begin + NUM_SCALARS]
+        columns.append(Columns.of(lane, rows, staged, tensors[i], tensors[count + i], of_tensor))
+        padded = (columns[i].nbytes + Int32(STAGED_ALIGNMENT - 1)) & Int32(-STAGED_ALIGNMENT)
+        staged += Int64(padded)
     return columns
 
 
@@ -46,7 +37,8 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
         lane = Lane(args, threads)
         staging = Staging(lane, protocol == "push")
         columns = columns_of(count, lane, tensors, scalars)
-        gathers = [ColumnGather(staging, c, lane.block, lane.grid, pack) for c in columns]
+        gathers = [ColumnGather(staging, c, lane.block, pack) for c in columns]
+        lane.enter()
         if lane.ok != Uint32(0):
             for i in cutlass.range_constexpr(count):
                 gathers[i].stage()
@@ -62,16 +54,19 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
     @cute.kernel
     def gather_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
-        columns = columns_of(count, lane, tensors, scalars)
-        gathers = [TaggedGather(lane, c, lane.block, lane.grid, pack) for c in columns]
-        lane.announce()
-        for i in cutlass.range_constexpr(count):
-            gathers[i].stage()
-        for i in cutlass.range_constexpr(count):
-            gathers[i].copy_own()
-        confirmed = lane.confirm()
-        ok = gathers[0].collect(lane.ok, confirmed, True)
-        if cutlass.const_expr(count == 2):
-            gathers[1].collect(ok, no_wait(), False)
+        gather = TaggedGather(lane, columns_of(count, lane, tensors, scalars), lane.block, pack)
+        first = gather.transfer(lane.thread)
+        words = gather.load(first)
+        lane.enter()
+        patient = Int32(scalars[1])
+        late = no_wait()
+        if lane.thread >= Int32(threads - WARP):
+            late = lane.watch_flags(patient)
+        else:
+            gather.send(first, words)
+            gather.stage(Int32(1))
+            lane.be_patient(patient)
+            late = gather.collect(lane.ok)
+        lane.leave(late)
 
     return gather_tagged

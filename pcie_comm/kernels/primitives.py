@@ -1,4 +1,4 @@
-"""The only file with PTX, memory order and scope. Everything a kernel does to memory is here.
+"""Everything a kernel does to memory: the only file with memory order and scope.
 
 Addresses are plain 64-bit integers (global) or 32-bit integers (shared); there is no tensor type
 on the device. Two families of global access exist, and mixing them up is the bug class this file
@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
-def _asm(
+def asm(
     result: Any, operands: list[Any], text: str, constraints: str, *, effects: bool, **at: Any
 ) -> Any:
+    """Return what one piece of PTX gives; with `effects` it keeps its place among the others."""
     return llvm.inline_asm(
         result,
         operands,
@@ -54,7 +54,7 @@ def load_u32(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Load 4 bytes. Order: weak."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at)]
-    return Uint32(_asm(T.i32(), operands, "ld.global.u32 $0, [$1];", "=r,l", effects=True, **at))
+    return Uint32(asm(T.i32(), operands, "ld.global.u32 $0, [$1];", "=r,l", effects=True, **at))
 
 
 @dsl_user_op
@@ -62,7 +62,7 @@ def load_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
     """Load 8 bytes. Order: weak."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at)]
-    return Int64(_asm(T.i64(), operands, "ld.global.u64 $0, [$1];", "=l,l", effects=True, **at))
+    return Int64(asm(T.i64(), operands, "ld.global.u64 $0, [$1];", "=l,l", effects=True, **at))
 
 
 @dsl_user_op
@@ -71,8 +71,20 @@ def load_v4(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32,
     at = {"loc": loc, "ip": ip}
     text = "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];"
     operands = [Int64(address).ir_value(**at)]
-    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l", effects=True, **at)
+    value = asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l", effects=True, **at)
     return _fields(value, 4, Uint32, T.i32(), **at)
+
+
+@dsl_user_op
+def load_f32(address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Load an fp32 if `enabled` is not 0, else return 0. Order: weak."""
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.f32 $0, 0f00000000;\n"
+        "@p ld.global.f32 $0, [$1];\n}"
+    )
+    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
+    return Float32(asm(T.f32(), operands, text, "=&f,l,r", effects=True, **at))
 
 
 @dsl_user_op
@@ -80,7 +92,7 @@ def store_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None)
     """Store 4 bytes. Order: weak."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
-    _asm(None, operands, "st.global.u32 [$0], $1;", "l,r", effects=True, **at)
+    asm(None, operands, "st.global.u32 [$0], $1;", "l,r", effects=True, **at)
 
 
 @dsl_user_op
@@ -88,7 +100,7 @@ def store_u64(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None)
     """Store 8 bytes. Order: weak."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
-    _asm(None, operands, "st.global.u64 [$0], $1;", "l,l", effects=True, **at)
+    asm(None, operands, "st.global.u64 [$0], $1;", "l,l", effects=True, **at)
 
 
 @dsl_user_op
@@ -102,7 +114,7 @@ def load_v2(
         "@p ld.global.v2.u32 {$0,$1}, [$2];\n}"
     )
     operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
-    value = _asm(_struct(2, 32), operands, text, "=&r,=&r,l,r", effects=True, **at)
+    value = asm(_struct(2, 32), operands, text, "=&r,=&r,l,r", effects=True, **at)
     return _fields(value, 2, Uint32, T.i32(), **at)
 
 
@@ -123,7 +135,7 @@ def _pack_load(nbytes: int, qualifier: str, address: Any, enabled: Any, **at: An
     outputs = ",".join(["=&r"] * count)
     operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
     kind = _struct(count, 32) if count > 1 else T.i32()
-    value = _asm(kind, operands, text, f"{outputs},l,r", effects=True, **at)
+    value = asm(kind, operands, text, f"{outputs},l,r", effects=True, **at)
     return _fields(value, count, Uint32, T.i32(), **at) if count > 1 else (Uint32(value),)
 
 
@@ -164,7 +176,7 @@ def store_pack(
     text = f"{{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\n@p st.global.{suffix} [$0], {source};\n}}"
     operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
     operands += [Uint32(word).ir_value(**at) for word in words]
-    _asm(None, operands, text, ",".join(["l", "r"] + ["r"] * count), effects=True, **at)
+    asm(None, operands, text, ",".join(["l", "r"] + ["r"] * count), effects=True, **at)
 
 
 @dsl_user_op
@@ -173,7 +185,7 @@ def load_peer_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at)]
     text = "ld.relaxed.sys.global.u64 $0, [$1];"
-    return Uint64(_asm(T.i64(), operands, text, "=l,l", effects=True, **at))
+    return Uint64(asm(T.i64(), operands, text, "=l,l", effects=True, **at))
 
 
 # --- tagged units: 8 data bytes and the epoch twice, 16 bytes that arrive as two 8-byte halves ---
@@ -205,25 +217,22 @@ def store_unit(
     )
     operands = [Int64(address).ir_value(**at)]
     operands += [Uint32(word).ir_value(**at) for word in (*data, tag, enabled)]
-    _asm(None, operands, text, "l,r,r,r,r", effects=True, **at)
+    asm(None, operands, text, "l,r,r,r,r", effects=True, **at)
 
 
 @dsl_user_op
-def load_unit(
-    address: Int64, enabled: Uint32, *, loc: Any = None, ip: Any = None
-) -> tuple[Uint32, ...]:
-    """Return data 0, tag 0, data 1, tag 1 of a unit; zeros if not `enabled`.
+def load_unit(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """Return data 0, tag 0, data 1, tag 1 of a unit.
 
     Order: relaxed at system scope; a half whose tag is the awaited epoch is complete.
     """
     at = {"loc": loc, "ip": ip}
     text = (
-        "{\n.reg .pred p;\n.reg .b64 a;\n.reg .b64 b;\nsetp.ne.u32 p, $5, 0;\n"
-        "mov.b64 a, 0;\nmov.b64 b, 0;\n@p ld.relaxed.sys.global.v2.b64 {a, b}, [$4];\n"
+        "{\n.reg .b64 a;\n.reg .b64 b;\nld.relaxed.sys.global.v2.b64 {a, b}, [$4];\n"
         "mov.b64 {$0, $1}, a;\nmov.b64 {$2, $3}, b;\n}"
     )
-    operands = [Int64(address).ir_value(**at), Uint32(enabled).ir_value(**at)]
-    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l,r", effects=True, **at)
+    operands = [Int64(address).ir_value(**at)]
+    value = asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,l", effects=True, **at)
     return _fields(value, 4, Uint32, T.i32(), **at)
 
 
@@ -232,7 +241,7 @@ def announce(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) 
     """Raise a flag that publishes nothing but itself. Order: relaxed at system scope."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
-    _asm(None, operands, "st.relaxed.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
+    asm(None, operands, "st.relaxed.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
 
 
 @dsl_user_op
@@ -244,7 +253,7 @@ def store_v2(
     text = "{\n.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.u32 [$0], {$1,$2};\n}"
     operands = [Int64(address).ir_value(**at)]
     operands += [Uint32(word).ir_value(**at) for word in (*words, enabled)]
-    _asm(None, operands, text, "l,r,r,r", effects=True, **at)
+    asm(None, operands, text, "l,r,r,r", effects=True, **at)
 
 
 # --- programmatic dependent launch -------------------------------------------------------------
@@ -282,7 +291,7 @@ def signal(address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) ->
     """
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
-    _asm(None, operands, "st.release.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
+    asm(None, operands, "st.release.sys.global.u64 [$0], $1;", "l,l", effects=True, **at)
 
 
 @dsl_user_op
@@ -291,7 +300,7 @@ def poll(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at)]
     text = "ld.acquire.sys.global.u64 $0, [$1];"
-    return Uint64(_asm(T.i64(), operands, text, "=l,l", effects=True, **at))
+    return Uint64(asm(T.i64(), operands, text, "=l,l", effects=True, **at))
 
 
 @dsl_user_op
@@ -300,7 +309,7 @@ def load_host_u32(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint32:
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at)]
     text = "ld.relaxed.sys.global.u32 $0, [$1];"
-    return Uint32(_asm(T.i32(), operands, text, "=r,l", effects=True, **at))
+    return Uint32(asm(T.i32(), operands, text, "=r,l", effects=True, **at))
 
 
 @dsl_user_op
@@ -308,7 +317,7 @@ def store_host_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = 
     """Write the word the host watches. Order: release at system scope."""
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
-    _asm(None, operands, "st.release.sys.global.u32 [$0], $1;", "l,r", effects=True, **at)
+    asm(None, operands, "st.release.sys.global.u32 [$0], $1;", "l,r", effects=True, **at)
 
 
 @dsl_user_op
@@ -320,14 +329,14 @@ def claim(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> 
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, $2;"
-    return Uint32(_asm(T.i32(), operands, text, "=r,l,r", effects=True, **at))
+    return Uint32(asm(T.i32(), operands, text, "=r,l,r", effects=True, **at))
 
 
 @dsl_user_op
 def global_timer(*, loc: Any = None, ip: Any = None) -> Int64:
     """Return the device's wall clock in nanoseconds."""
     at = {"loc": loc, "ip": ip}
-    return Int64(_asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l", effects=True, **at))
+    return Int64(asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l", effects=True, **at))
 
 
 @dsl_user_op
@@ -339,10 +348,10 @@ def block_all(condition: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     at = {"loc": loc, "ip": ip}
     text = (
         "{\n.reg .pred p;\n.reg .pred q;\nsetp.ne.u32 p, $1, 0;\n"
-        "barrier.cta.red.and.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}"
+        "barrier.cta.red.and.aligned.pred q, 0, p;\nselp.u32 $0, 1, 0, q;\n}"
     )
     operands = [Uint32(condition).ir_value(**at)]
-    return Uint32(_asm(T.i32(), operands, text, "=r,r", effects=True, **at))
+    return Uint32(asm(T.i32(), operands, text, "=r,r", effects=True, **at))
 
 
 def warp_all(condition: Any) -> Uint32:
@@ -361,7 +370,7 @@ def load_shared_u32(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint3
     """Load 4 bytes of shared memory."""
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at)]
-    return Uint32(_asm(T.i32(), operands, "ld.shared.u32 $0, [$1];", "=r,r", effects=True, **at))
+    return Uint32(asm(T.i32(), operands, "ld.shared.u32 $0, [$1];", "=r,r", effects=True, **at))
 
 
 @dsl_user_op
@@ -369,7 +378,7 @@ def load_shared_u64(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint6
     """Load 8 bytes of shared memory."""
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at)]
-    return Uint64(_asm(T.i64(), operands, "ld.shared.u64 $0, [$1];", "=l,r", effects=True, **at))
+    return Uint64(asm(T.i64(), operands, "ld.shared.u64 $0, [$1];", "=l,r", effects=True, **at))
 
 
 @dsl_user_op
@@ -378,7 +387,7 @@ def load_shared_v2_u64(address: Int32, *, loc: Any = None, ip: Any = None) -> tu
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at)]
     text = "ld.shared.v2.u64 {$0,$1}, [$2];"
-    value = _asm(_struct(2, 64), operands, text, "=l,=l,r", effects=True, **at)
+    value = asm(_struct(2, 64), operands, text, "=l,=l,r", effects=True, **at)
     return _fields(value, 2, Uint64, T.i64(), **at)
 
 
@@ -388,7 +397,7 @@ def load_shared_v4(address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at)]
     text = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];"
-    value = _asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,r", effects=True, **at)
+    value = asm(_struct(4, 32), operands, text, "=r,=r,=r,=r,r", effects=True, **at)
     return _fields(value, 4, Uint32, T.i32(), **at)
 
 
@@ -397,7 +406,7 @@ def store_shared_u32(address: Int32, value: Uint32, *, loc: Any = None, ip: Any 
     """Store 4 bytes to shared memory."""
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at), Uint32(value).ir_value(**at)]
-    _asm(None, operands, "st.shared.u32 [$0], $1;", "r,r", effects=True, **at)
+    asm(None, operands, "st.shared.u32 [$0], $1;", "r,r", effects=True, **at)
 
 
 @dsl_user_op
@@ -405,45 +414,10 @@ def store_shared_u64(address: Int32, value: Uint64, *, loc: Any = None, ip: Any 
     """Store 8 bytes to shared memory."""
     at = {"loc": loc, "ip": ip}
     operands = [Int32(address).ir_value(**at), Uint64(value).ir_value(**at)]
-    _asm(None, operands, "st.shared.u64 [$0], $1;", "r,l", effects=True, **at)
+    asm(None, operands, "st.shared.u64 [$0], $1;", "r,l", effects=True, **at)
 
 
 @dsl_user_op
 def shared_address(pointer: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Return the 32-bit address of a shared allocation."""
     return Int32(pointer.toint(loc=loc, ip=ip))
-
-
-# --- bits -----------------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def float_bits(value: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Reinterpret an fp32 as its bits."""
-    return Uint32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def bits_float(value: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """Reinterpret 32 bits as an fp32."""
-    return Float32(llvm.bitcast(T.f32(), Uint32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-def select(condition: Any, chosen: Any, other: Any) -> Any:
-    """Return `chosen` where `condition` holds, else `other`; both are evaluated, no branch."""
-    return type(chosen)(cutlass.select_(condition, chosen, other))
-
-
-def divide(dividend: Int32, divisor: Int32) -> Int32:
-    """Return the quotient of two non-negative integers: unsigned, which is half the code."""
-    return Int32(Uint32(dividend) // Uint32(divisor))
-
-
-def maximum(left: Any, right: Any) -> Any:
-    """Return the larger of two integers, no branch."""
-    return select(left < right, right, left)
-
-
-def minimum(left: Any, right: Any) -> Any:
-    """Return the smaller of two integers, no branch."""
-    return select(left < right, left, right)

@@ -2,7 +2,8 @@
 
 One launch on one block, in order:
 
-    lane = Lane(args)                    epoch = last epoch + 1, slot = epoch % 2
+    lane = Lane(args)                    asks for the control words
+    lane.enter()                         epoch = last epoch + 1, slot = epoch % 2
     stage own bytes                      push: into every peer's slot; pull: into the own slot
     ok = lane.exchange(ok)               barrier, signal every peer, wait for every peer, barrier
     collect                              push: from the own slot; pull: from the peers' slots
@@ -36,8 +37,14 @@ from ..layout import (
     StatusLayout,
 )
 from . import primitives as prim
+from . import scalars as num
 
 WARP = 32
+PATIENCE_BARRIER = 15
+"""Named barrier of Lane.be_patient; the kernels' own count from 1 up."""
+
+TIMER_SHIFT = 10
+"""Waits are timed in units of 1,024 ns: 32 bits last for 73 minutes."""
 
 POLLS_PER_CHECK = 1024
 """Polls between two looks at clock, abort word and poison word; costs nothing measurable."""
@@ -80,27 +87,40 @@ class Wait(NamedTuple):
         code: 0 if the wait succeeded.
         peer: Rank that was awaited.
         seen: Flag that was seen last.
-        elapsed: Nanoseconds.
+        elapsed: Units of 1,024 ns.
     """
 
     code: Uint32
     peer: Int32
     seen: Uint64
-    elapsed: Int64
+    elapsed: Uint32
 
 
 class Lane(DeviceObject):
     """One block's view of its channel during one launch.
 
+    The constructor only asks for the channel's words; a kernel asks for its own inputs next, and
+    then enters, so that one trip to memory serves both.
+
     Attributes:
         thread, block, threads: Position in the launch.
-        epoch, slot: Of this launch.
+        table: Lane r holds the address of rank r's slab.
+        own: Address of the own slab.
+        mirror: The same where a rank keeps tagged units for itself: in device memory, always.
+        epoch, slot: Of this launch; from `enter` on, as the following.
         ok: 1, or 0 on a poisoned channel: then stage, signal and collect nothing.
         segment_nbytes: What one rank may stage under push.
         slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
-        table: Lane r holds the address of rank r's slab.
-        own: Address of the own slab.
+        relays: 1 if only block 0 looks at the flags of a tagged launch, and tells the others.
     """
+
+    epoch: Uint32
+    slot: Int32
+    ok: Uint32
+    segment_nbytes: Int64
+    slot_offset: Int64
+    flag: Uint64
+    relays: Uint32
 
     def __init__(self, args: LaneArgs, threads: int, tagged: bool = False) -> None:
         prim.follow_predecessor()
@@ -109,29 +129,35 @@ class Lane(DeviceObject):
         self.world_size = args.world_size
         self.signature = args.signature
         self.threads = threads
+        self.tagged = tagged
         self.thread = cute.arch.thread_idx()[0]
         self.block = cute.arch.block_idx()[0]
         self.grid = cute.arch.grid_dim()[0]
         self.lane = cute.arch.lane_idx()
+        self._words = prim.load_v4(self.control)
+        self._last_epoch = prim.load_u32(self._epoch_address(self.block))
         self.table = self.peer(self.lane & Int32(MAX_WORLD - 1))
         self.own = self.peer(self.rank)
-        poison, slot_nbytes, segment_nbytes, _ = prim.load_v4(self.control)
-        last_epoch = prim.load_u32(self._epoch_address(self.block))
-        follower = last_epoch + Uint32(1)
-        self.epoch = prim.select(follower == Uint32(0), Uint32(2), follower)
+        self.mirror = prim.load_u64(self.control + Int64(ControlLayout.MIRROR))
+
+    def enter(self) -> None:
+        """Derive epoch, slot and flag of this launch. Participants: every thread of the block."""
+        poison, slot_nbytes, segment_nbytes, self.relays = self._words
+        follower = self._last_epoch + Uint32(1)
+        self.epoch = num.select(follower == Uint32(0), Uint32(2), follower)
         self.slot = Int32(self.epoch & Uint32(1))
         self.ok = prim.warp_all(poison == Uint32(0))
         self.segment_nbytes = Int64(segment_nbytes)
-        place = self.slot + Int32(NUM_SLOTS if tagged else 0)
-        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + Int64(place) * Int64(slot_nbytes)
+        place = self.slot + Int32(NUM_SLOTS if self.tagged else 0)
+        self.slot_offset = Int64(SlabLayout.SLOTS_OFFSET) + num.wide(place) * Int64(slot_nbytes)
         self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
     def _epoch_address(self, block: Int32) -> Int64:
-        return self.control + Int64(ControlLayout.EPOCHS) + Int64(block) * 4
+        return self.control + Int64(ControlLayout.EPOCHS) + num.wide(block) * 4
 
     def peer(self, rank: Int32) -> Int64:
         """Return the address of rank `rank`'s slab as this rank sees it, from memory."""
-        return prim.load_u64(self.control + Int64(ControlLayout.PEERS) + Int64(rank) * 8)
+        return prim.load_u64(self.control + Int64(ControlLayout.PEERS) + num.wide(rank) * 8)
 
     def peer_of_lane(self, rank: Int32) -> Int64:
         """Return the address of a slab, from registers. Participants: a whole warp."""
@@ -140,14 +166,17 @@ class Lane(DeviceObject):
         return (Int64(high) << Int64(32)) | Int64(Uint32(low))
 
     def _flag_offset(self, writer: Int32) -> Int64:
-        row = self.slot * Int32(MAX_BLOCKS) + self.block
+        """Return the offset of a rank's flag: one per block, but one per tagged launch."""
+        row = self.slot * Int32(MAX_BLOCKS)
+        if not self.tagged:
+            row += self.block
         return Int64(SlabLayout.FLAGS_OFFSET) + Int64(
             row * Int32(SlabLayout.FLAG_ROW_NBYTES) + writer * Int32(SlabLayout.FLAG_NBYTES)
         )
 
     def wrap(self, rank: Int32) -> Int32:
         """Return `rank` modulo the world size, for 0 <= rank < 2 * world_size."""
-        return prim.select(rank >= self.world_size, rank - self.world_size, rank)
+        return num.select(rank >= self.world_size, rank - self.world_size, rank)
 
     @cute.jit
     def exchange(self, ok: Uint32) -> Uint32:
@@ -161,42 +190,84 @@ class Lane(DeviceObject):
         if self.thread < self.world_size and self.thread != self.rank:
             if ok != Uint32(0):
                 prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
-                wait = self.wait_flag(self.thread)
-        return self.conclude(ok, wait)
+                address = self.own + self._flag_offset(self.thread)
+                wait = self.wait_flag(address, self.thread, Uint32(0))
+        all_ok = self.conclude(ok, wait)
+        self.give_up(wait)
+        return all_ok
+
+    @cute.jit
+    def watch_flags(self, patient: Int32) -> Wait:
+        """Tell every peer which call this is, and see that theirs is the same.
+
+        Participants: the last warp of the block, which does nothing else: `leave` follows, where
+        the others meet it in `conclude`. The flag publishes nothing and needs no order with the
+        tagged payload. Returns how the wait ended.
+
+        Args:
+            patient: Not 0: the others wait in `be_patient`.
+        """
+        self.announce()
+        wait = self.confirm()
+        self.be_patient(patient)
+        return wait
+
+    @cute.jit
+    def be_patient(self, patient: Int32) -> None:
+        """Wait, if `patient` is not 0, until the last warp has seen every peer's flag.
+
+        Saves the link polls that are too early to find anything. Participants: every thread.
+        """
+        if patient != Int32(0):
+            barrier = Int32(PATIENCE_BARRIER)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=self.threads)
+
+    @cute.jit
+    def leave(self, wait: Wait) -> None:
+        """Report a wait that did not succeed; the last warp then meets the others.
+
+        Participants: every thread of a block with `watch_flags`, at the end of the launch.
+        """
+        self.give_up(wait)
+        if self.thread >= Int32(self.threads - WARP):
+            prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
 
     @cute.jit
     def announce(self) -> None:
-        """Tell every peer which call this is; needs no order with the tagged payload.
-
-        Participants: every thread of the block.
-        """
-        peer = self.thread - Int32(self.threads - WARP)
-        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
-            if self.ok != Uint32(0):
-                prim.announce(self.table + self._flag_offset(self.rank), self.flag)
+        """Raise this call's flag at every peer, once per launch. Participants: the last warp."""
+        watched = (self.lane < self.world_size) & (self.lane != self.rank)
+        if (Uint32(watched) & self.ok) != Uint32(0) and self.block == Int32(0):
+            prim.announce(self.table + self._flag_offset(self.rank), self.flag)
 
     @cute.jit
     def confirm(self) -> Wait:
-        """Wait until every peer announced the same call. The last warp does, a lane per peer.
+        """Wait until every peer announced the same call, a lane per peer. The last warp does.
 
-        Participants: every thread of the block.
+        Where slabs lie in host memory, a poll is a trip over the link, and blocks that poll the
+        same line wait for one another: there block 0 tells the others through the control block.
         """
+        follows = self.relays != Uint32(0) and self.block != Int32(0)
+        relay = self.control + Int64(ControlLayout.CONFIRMED)
+        address = num.select(follows, relay, self.own + self._flag_offset(self.lane))
+        watched = self.lane < self.world_size and self.lane != self.rank
+        watched = num.select(follows, self.lane == Int32(0), watched)
         wait = no_wait()
-        peer = self.thread - Int32(self.threads - WARP)
-        if peer >= Int32(0) and peer < self.world_size and peer != self.rank:
-            if self.ok != Uint32(0):
-                wait = self.wait_flag(peer)
-                self.give_up(wait)  # now: the other threads wait for units that may never come
+        if watched and self.ok != Uint32(0):
+            wait = self.wait_flag(address, self.lane, Uint32(follows))
+        if self.block == Int32(0):
+            confirmed = prim.warp_all(wait.code == Uint32(0)) & self.ok
+            if self.lane == Int32(0) and confirmed != Uint32(0):
+                prim.announce(relay, self.flag)
         return wait
 
     @cute.jit
     def conclude(self, ok: Uint32, wait: Wait) -> Uint32:
-        """Return 1 if no wait of the block gave up, else report the first and return 0.
+        """Return 1 if no wait of the block gave up, else 0. Advances the epoch.
 
-        Advances the epoch. Participants: every thread of the block.
+        Participants: every thread of the block, or, where the last warp runs `watch_flags`, all
+        others. The caller reports its `wait`.
         """
         all_ok = prim.block_all(ok & Uint32(wait.code == Uint32(0)))
-        self.give_up(wait)
         if self.thread == Int32(0):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
         if self.block == Int32(0):  # also for the blocks that this launch does not have
@@ -205,41 +276,46 @@ class Lane(DeviceObject):
         return all_ok
 
     @cute.jit
-    def wait_flag(self, peer: Int32) -> Wait:
+    def wait_flag(self, address: Int64, peer: Int32, relayed: Uint32) -> Wait:
         """Wait until `peer` raised this call's flag. Participants: one thread.
 
-        Order: acquire at system scope.
+        Order: acquire at system scope. A relayed flag is given twice the time, so that whoever
+        waits for the peer itself is the first to report.
         """
-        address = self.own + self._flag_offset(peer)
-        seen = prim.poll(address)
+        seen = ~self.flag
         code = Uint32(0)
         polls = Int32(0)
-        started = Int64(0)
-        elapsed = Int64(0)
+        started = Uint32(0)
+        elapsed = Uint32(0)
         while seen != self.flag and code == Uint32(0):
             seen = prim.poll(address)
             polls += Int32(1)
             if polls == Int32(POLLS_PER_CHECK):
                 polls = Int32(0)
-                now = prim.global_timer()
-                started = prim.select(started == Int64(0), now, started)
-                elapsed = now - started
-                code = self.hopeless(elapsed)
+                started, elapsed = self.time_since(started)
+                code = self.hopeless(elapsed >> relayed)
                 other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
-                code = prim.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
+                code = num.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
         return Wait(code, peer, seen, elapsed)
 
+    def time_since(self, started: Uint32) -> tuple[Uint32, Uint32]:
+        """Return when a wait was first timed, and the time since, in units of 1,024 ns."""
+        now = Uint32(prim.global_timer() >> Int64(TIMER_SHIFT)) | Uint32(1)
+        started = num.select(started == Uint32(0), now, started)
+        return started, now - started
+
     @cute.jit
-    def hopeless(self, elapsed: Int64) -> Uint32:
+    def hopeless(self, elapsed: Uint32) -> Uint32:
         """Return why waiting on makes no sense, or 0. The cold path of every wait."""
         code = Uint32(StatusLayout.CODE_OK)
-        if elapsed > prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS)):
+        limit = prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS))
+        if (Int64(elapsed) << Int64(TIMER_SHIFT)) > limit:
             code = Uint32(StatusLayout.CODE_TIMEOUT)
         abort = prim.load_u64(self.control + Int64(ControlLayout.ABORT))
         if prim.load_host_u32(abort) != Uint32(0):
             code = Uint32(StatusLayout.CODE_ABORTED)
         poison = prim.load_host_u32(self.control + Int64(ControlLayout.POISON))
-        return prim.select(poison != Uint32(0), poison, code)
+        return num.select(poison != Uint32(0), poison, code)
 
     @cute.jit
     def give_up(self, wait: Wait) -> None:
@@ -252,24 +328,25 @@ class Lane(DeviceObject):
         """Poison the channel; the first thread to do so writes the status record, code last."""
         if prim.claim(self.control + Int64(ControlLayout.POISON), wait.code) == Uint32(0):
             record = prim.load_u64(self.control + Int64(ControlLayout.STATUS))
+            elapsed = Uint64(wait.elapsed) << Uint64(TIMER_SHIFT)
             prim.store_u32(record + Int64(StatusLayout.PEER), Uint32(wait.peer))
             prim.store_u32(record + Int64(StatusLayout.EPOCH), self.epoch)
             prim.store_u32(record + Int64(StatusLayout.WANTED_SIGNATURE), self.signature)
             prim.store_u64(record + Int64(StatusLayout.SEEN_EPOCH), wait.seen)
-            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), Uint64(wait.elapsed))
+            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), elapsed)
             prim.store_u32(record + Int64(StatusLayout.BLOCK), Uint32(self.block))
             prim.store_host_u32(record + Int64(StatusLayout.CODE), wait.code)
 
 
 def no_wait() -> Wait:
     """Return the outcome of a wait that a thread does not take part in."""
-    return Wait(Uint32(0), Int32(0), Uint64(0), Int64(0))
+    return Wait(Uint32(0), Int32(0), Uint64(0), Uint32(0))
 
 
 def merge_waits(first: Wait, second: Wait) -> Wait:
     """Return the first of two outcomes that gave up, without a branch."""
     failed = first.code != Uint32(0)
-    return Wait(*(prim.select(failed, a, b) for a, b in zip(first, second, strict=True)))
+    return Wait(*(num.select(failed, a, b) for a, b in zip(first, second, strict=True)))
 
 
 class Staging(DeviceObject):
@@ -292,17 +369,19 @@ class Staging(DeviceObject):
         nbytes: cutlass.Constexpr,
         share: Int32 = 0,
         shares: cutlass.Constexpr = 1,
+        own: cutlass.Constexpr = True,
     ) -> None:
-        """Stage one pack at `offset` of this rank's segment, for every rank.
+        """Stage one pack at `offset` of this rank's segment, for every rank, or peers if not `own`.
 
         Peers are visited from rank + 1 on, so that ranks do not all write to one peer at a time.
         `shares` threads that hold the same pack may divide the peers among them by `share`.
         """
         offset += self.lane.slot_offset
         if cutlass.const_expr(self.push):
-            offset += Int64(self.lane.rank) * self.lane.segment_nbytes
+            offset += num.wide(self.lane.rank) * self.lane.segment_nbytes
             first = Int32(share) + Int32(1)
-            for step in cutlass.range(first, self.lane.world_size + Int32(1), shares, unroll=1):
+            last = self.lane.world_size + Int32(1 if own else 0)
+            for step in cutlass.range(first, last, shares, unroll=1):
                 slab = self.lane.peer(self.lane.wrap(self.lane.rank + step))
                 prim.store_pack(slab + offset, words, Uint32(1), nbytes)
         else:
@@ -314,7 +393,7 @@ class Staging(DeviceObject):
         lane = self.lane
         if self.push:
             mine = lane.own + lane.slot_offset
-            return mine + Int64(peer) * lane.segment_nbytes
+            return mine + num.wide(peer) * lane.segment_nbytes
         return lane.peer(peer) + lane.slot_offset
 
 

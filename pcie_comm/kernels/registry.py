@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..crossovers import DEFAULT, Limits
+from ..crossovers import VRAM, Limits
 from ..errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class PlanInfo:
     max_rows: int
     max_blocks: int
     output_alignment: int = 16
-    limits: Limits = DEFAULT
+    limits: Limits = VRAM
 
 
 @dataclass(frozen=True)

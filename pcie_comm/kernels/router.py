@@ -42,7 +42,7 @@ class RouterTopk(Collective):
 
     name = "kimi_topk16"
     num_inputs = 2
-    block = 512
+    block = 1024
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec

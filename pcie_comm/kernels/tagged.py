@@ -15,202 +15,212 @@ Why a slot may be written again without a closing handshake: docs/protocol.md.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
-from .all_gather import ColumnPart, Columns
-from .protocol import POLLS_PER_CHECK, DeviceObject, Lane, Wait, merge_waits
-
-UNITS_AT_ONCE = 2
-"""Units a thread polls together."""
+from . import scalars as num
+from .all_gather import Columns
+from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_waits, no_wait
 
 
 @cute.jit
-def await_units(lane: Lane, addresses: tuple, peers: tuple, enabled: tuple) -> tuple:
-    """Wait until tagged units carry this epoch; return their data, and how the wait ended.
+def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tuple:
+    """Wait until a tagged unit carries this epoch; return its data, and how the wait ended.
 
-    Participants: any threads, each with its own units. Order: data and tag share an 8-byte
-    element; nothing else becomes visible.
+    Participants: any threads, each with its own unit. Order: data and tag share an 8-byte element;
+    nothing else becomes visible.
 
     Args:
         lane: The launch.
-        addresses: Of the units, a fixed number of them.
-        peers: Which rank sends each.
-        enabled: 0 for a unit that is not awaited.
+        address: Of the unit.
+        peer: Which rank sends it.
+        enabled: 0 for a thread that awaits none.
     """
-    count = cutlass.const_expr(len(addresses))
-    units = []
-    missing = Uint32(0)
-    for i in cutlass.range_constexpr(count):
-        units.append(prim.load_unit(addresses[i], enabled[i]))
-        missing |= _missing(lane, units[i], enabled[i])
-    units = tuple(units)
+    missing = enabled
+    unit = (Uint32(0), Uint32(0), Uint32(0), Uint32(0))
     code = Uint32(0)
     polls = Int32(0)
-    started = Int64(0)
-    elapsed = Int64(0)
-    late = Int32(0)
+    started = Uint32(0)
+    elapsed = Uint32(0)
     while missing != Uint32(0) and code == Uint32(0):
-        missing = Uint32(0)
-        fresh = []
-        for i in cutlass.range_constexpr(count):
-            fresh.append(prim.load_unit(addresses[i], enabled[i]))
-            absent = _missing(lane, fresh[i], enabled[i])
-            late = prim.select(absent != Uint32(0), peers[i], late)
-            missing |= absent
-        units = tuple(fresh)
+        unit = prim.load_unit(address)
+        missing = _missing(lane, unit)
         polls += Int32(1)
         if polls == Int32(POLLS_PER_CHECK):
             polls = Int32(0)
-            now = prim.global_timer()
-            started = prim.select(started == Int64(0), now, started)
-            elapsed = now - started
+            started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
-    data = tuple((unit[0], unit[2]) for unit in units)
-    return data, Wait(code, late, Uint64(0), elapsed)
+    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed)
 
 
-def _missing(lane: Lane, unit: tuple, enabled: Uint32) -> Uint32:
-    """Return 0 if both halves of a unit carry the epoch, or the unit is not awaited."""
-    return ((unit[1] ^ lane.epoch) | (unit[3] ^ lane.epoch)) & (Uint32(0) - enabled)
+def _missing(lane: Lane, unit: tuple) -> Uint32:
+    """Return 0 if both halves of a unit carry the epoch."""
+    return (unit[1] ^ lane.epoch) | (unit[3] ^ lane.epoch)
 
 
 class Transfer(NamedTuple):
-    """One unit on its way: to or from `peer`, `enabled` 0 if there is none."""
+    """One unit on its way to or from `peer`.
+
+    Attributes:
+        peer: The other rank; the own one in a world of one.
+        first: 1 for the first of a unit's transfers, which also serves the own output.
+        enabled: 0 if there is no such transfer.
+        byte: Of the tensor's staged form.
+        row, column: The same in its rows, in bytes.
+        columns: The tensor.
+    """
 
     peer: Int32
-    unit: Int32
+    first: Uint32
     enabled: Uint32
+    byte: Int32
+    row: Int32
+    column: Int32
+    columns: Columns
 
 
 class TaggedGather(DeviceObject):
-    """Moves one tensor as units, by `part` of `parts` blocks. See ColumnGather for the split.
+    """Moves one or two tensors as units, the chunks of block `part`. Workers: all but one warp.
 
-    A unit holds 8 bytes of the dense staged form; `pack` is 8 where rows and addresses allow to
-    load and store them whole, else 1.
-
-    `UNITS_AT_ONCE` units are in flight per thread; a block with more of them goes round again.
+    The transfers of all tensors form one list, spread over the threads peer by peer, the next rank
+    first: a warp stores neighbouring units to one peer. A unit holds 8 bytes of the dense staged
+    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1.
     """
 
-    def __init__(self, lane: Lane, columns: Columns, part: Int32, parts: Int32, pack: int) -> None:
+    def __init__(self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int) -> None:
         self.lane = lane
-        self.columns = columns
+        self.tensors = columns
         self.pack = pack
-        self.part = ColumnPart(columns, part, parts, prim.UNIT_DATA_NBYTES)
-        self.count = self.part.count
-        self.pairs = self.count * (lane.world_size - Int32(1))
-        self.base = lane.slot_offset + columns.staged * 2
+        self.part = part
+        self.workers = lane.threads - WARP
+        self.steps = num.maximum(lane.world_size - Int32(1), Int32(1))
+        self.sizes = [(c.chunk >> Int32(3)) * self.steps for c in columns]
+        self.total = self.sizes[0] + (self.sizes[1] if len(columns) == 2 else Int32(0))
 
-    def _transfer(self, flat: Int32, ok: Uint32) -> Transfer:
+    def transfer(self, flat: Int32) -> Transfer:
         """Return the `flat`-th transfer of this block: disabled past the last."""
-        enabled = Uint32(flat < self.pairs) & ok
-        step = prim.divide(prim.minimum(flat, self.pairs - Int32(1)), self.count)
-        ahead = self.lane.rank + step + Int32(1)
-        return Transfer(self.lane.wrap(ahead), self.part.first + flat - step * self.count, enabled)
+        columns, local = self.tensors[0], flat
+        if len(self.tensors) == 2:
+            second = flat >= self.sizes[0]
+            columns = Columns(
+                *(
+                    num.select(second, getattr(b, field.name), getattr(a, field.name))
+                    for a, b in [self.tensors]
+                    for field in dataclasses.fields(Columns)
+                )
+            )
+            local = flat - num.select(second, self.sizes[0], Int32(0))
+        step = num.quotient(local, columns.chunk_divisor)
+        begin = self.part * columns.chunk
+        byte = begin + (local << Int32(3)) - step * columns.chunk
+        row, column = columns.split(byte)
+        return Transfer(
+            peer=self.lane.wrap(
+                self.lane.rank + num.minimum(step, self.steps - Int32(1)) + Int32(1)
+            ),
+            first=Uint32(step == Int32(0)),
+            enabled=Uint32((flat < self.total) & (byte < columns.nbytes)),
+            byte=byte,
+            row=row,
+            column=column,
+            columns=columns,
+        )
 
-    def _segment(self, writer: Int32, unit: Int32) -> Int64:
-        """Return the offset of a unit in any rank's slab."""
-        return self.base + Int64(writer) * self.lane.segment_nbytes + Int64(unit) * 16
+    def _segment(self, writer: Int32, one: Transfer) -> Int64:
+        """Return the offset of a transfer's unit in any rank's slab."""
+        lane = self.lane
+        segment = lane.slot_offset + num.wide(writer) * lane.segment_nbytes
+        return segment + (one.columns.staged + num.wide(one.byte)) * 2
 
     @cute.jit
-    def load(self, unit: Int32, enabled: Uint32) -> tuple:
+    def load(self, one: Transfer) -> tuple:
         """Return 8 bytes of the own shard as two words."""
+        columns = one.columns
+        address = columns.source + num.wide(one.row) * columns.source_stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            row, column = self.part.split(unit * Int32(8))
-            address = self.columns.source + Int64(row) * self.columns.source_stride + Int64(column)
-            return prim.load_v2(address, enabled)
+            return prim.load_v2(address, one.enabled)
         words = [Uint32(0), Uint32(0)]
+        places = self._bytes(one, address, columns.source_stride)
         for i in cutlass.range_constexpr(8):
-            byte = unit * Int32(8) + Int32(i)
-            row, column = self.part.split(byte)
-            address = self.columns.source + Int64(row) * self.columns.source_stride + Int64(column)
-            inside = enabled & Uint32(byte < self.part.nbytes)
-            (value,) = prim.load_pack(address, inside, 1)
+            address, inside = places[i]
+            (value,) = prim.load_pack(address, one.enabled & inside, 1)
             words[i // 4] = words[i // 4] | (value << Uint32(8 * (i % 4)))
         return words[0], words[1]
 
     @cute.jit
-    def store(self, peer: Int32, unit: Int32, words: tuple, enabled: Uint32) -> None:
+    def store(self, rank: Int32, one: Transfer, words: tuple, enabled: Uint32) -> None:
         """Write 8 bytes of a rank's shard to the output."""
-        columns = self.columns
-        start = columns.output + Int64(peer) * Int64(columns.row_nbytes)
+        columns = one.columns
+        stride = num.wide(columns.output_stride)
+        address = columns.output + num.wide(rank) * num.wide(columns.row_nbytes)
+        address += num.wide(one.row) * stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            row, column = self.part.split(unit * Int32(8))
-            address = start + Int64(row) * Int64(columns.output_stride) + Int64(column)
             prim.store_v2(address, words, enabled)
         else:
+            places = self._bytes(one, address, stride)
             for i in cutlass.range_constexpr(8):
-                byte = unit * Int32(8) + Int32(i)
-                row, column = self.part.split(byte)
-                address = start + Int64(row) * Int64(columns.output_stride) + Int64(column)
-                inside = enabled & Uint32(byte < self.part.nbytes)
+                address, inside = places[i]
                 value = words[i // 4] >> Uint32(8 * (i % 4))
-                prim.store_pack(address, (value,), inside, 1)
+                prim.store_pack(address, (value,), enabled & inside, 1)
 
-    @cute.jit
-    def stage(self) -> None:
-        """Push this block's units to every peer. Participants: every thread of the block.
+    def _bytes(self, one: Transfer, address: Int64, stride: Int64) -> list:
+        """Return address, and 1 or 0 for inside, of a unit's bytes, which may be of several rows.
 
-        Transfers are spread over the threads peer by peer, the next rank first: a warp stores
-        neighbouring units to one peer.
+        `address` is that of the first, `stride` the distance of two rows.
         """
-        lane = self.lane
-        rounds = (self.pairs + Int32(lane.threads - 1)) // Int32(lane.threads)
-        for turn in cutlass.range(rounds, unroll=1):
-            there = self._transfer(turn * Int32(lane.threads) + lane.thread, lane.ok)
-            words = self.load(there.unit, there.enabled)
-            address = self.lane.peer_of_lane(there.peer) + self._segment(lane.rank, there.unit)
-            prim.store_unit(address, words, lane.epoch, there.enabled)
+        columns = one.columns
+        over = stride - num.wide(columns.row_nbytes)
+        column = one.column
+        places = []
+        for i in range(8):
+            places.append((address, Uint32(one.byte + Int32(i) < columns.nbytes)))
+            column += Int32(1)
+            ended = column == columns.row_nbytes
+            column = num.select(ended, Int32(0), column)
+            address += num.select(ended, over, Int64(0)) + Int64(1)
+        return places
 
     @cute.jit
-    def copy_own(self) -> None:
-        """Copy this block's part of the own shard to the output, while peers are on their way."""
+    def send(self, one: Transfer, words: tuple) -> None:
+        """Push a unit to its peer; the first of its transfers copies it to the own output too."""
         lane = self.lane
-        for local in cutlass.range(lane.thread, self.count, lane.threads, unroll=1):
-            unit = self.part.first + local
-            self.store(lane.rank, unit, self.load(unit, lane.ok), lane.ok)
+        ok = one.enabled & lane.ok
+        address = lane.peer(one.peer) + self._segment(lane.rank, one)
+        prim.store_unit(address, words, lane.epoch, ok & Uint32(one.peer != lane.rank))
+        self.store(lane.rank, one, words, ok & one.first)
 
     @cute.jit
-    def collect(self, ok: Uint32, confirmed: Wait, concludes: cutlass.Constexpr) -> Uint32:
+    def stage(self, turn: Int32) -> None:
+        """Push this block's units to every peer, from a turn on. Participants: workers."""
+        workers = Int32(self.workers)
+        begin = self.lane.thread + turn * workers
+        for flat in cutlass.range(begin, self.total, workers, unroll=1):
+            one = self.transfer(flat)
+            self.send(one, self.load(one))
+
+    @cute.jit
+    def collect(self, ok: Uint32) -> Wait:
         """Wait for this block's units of every peer and write them to the output.
 
-        Participants: every thread of the block. Nothing is written before the launch is concluded,
-        that is before every peer's flag has been seen: the first tensor does it, with its first
-        turn. Returns 1 if all is well.
-
-        Args:
-            ok: 0 if nothing may be written.
-            confirmed: How the wait for the flags ended.
-            concludes: True for the first tensor of a launch.
+        Participants: workers. Nothing is written before the launch is concluded, that is before
+        every peer's flag has been seen: the first turn does it. Returns how the waits ended.
         """
         lane = self.lane
-        at_once = Int32(lane.threads * UNITS_AT_ONCE)
-        turns = (self.pairs + at_once - Int32(1)) // at_once
-        if cutlass.const_expr(concludes):
-            turns = prim.maximum(turns, Int32(1))
-        for turn in cutlass.range(turns, unroll=1):
-            begin = turn * at_once
-            here = [
-                self._transfer(begin + Int32(i * lane.threads) + lane.thread, ok)
-                for i in range(UNITS_AT_ONCE)
-            ]
-            units, wait = await_units(
-                lane,
-                tuple(lane.own + self._segment(t.peer, t.unit) for t in here),
-                tuple(t.peer for t in here),
-                tuple(t.enabled for t in here),
+        last = num.maximum(self.total, Int32(1))
+        late = no_wait()
+        for begin in cutlass.range(0, last, self.workers, unroll=1):
+            one = self.transfer(begin + lane.thread)
+            awaited = ok & one.enabled & Uint32(one.peer != lane.rank)
+            words, wait = await_unit(
+                lane, lane.own + self._segment(one.peer, one), one.peer, awaited
             )
-            if cutlass.const_expr(concludes):
-                if turn == Int32(0):
-                    ok = self.lane.conclude(ok, merge_waits(confirmed, wait))
-                else:
-                    self.lane.give_up(wait)
-            else:
-                self.lane.give_up(wait)
-            good = ok & Uint32(wait.code == Uint32(0))
-            for i in cutlass.range_constexpr(UNITS_AT_ONCE):
-                self.store(here[i].peer, here[i].unit, units[i], here[i].enabled & good)
-        return ok
+            late = merge_waits(late, wait)
+            if begin == Int32(0):
+                ok = lane.conclude(ok, wait)
+            self.store(one.peer, one, words, awaited & ok & Uint32(wait.code == Uint32(0)))
+        return late

@@ -94,7 +94,7 @@ def test_every_run_draws_the_same(op):
 
 
 def test_sizes():
-    assert make(PAIR, 1).received_nbytes() == 3 * (1194 * 2 + 12 + 298 * 4 + 8)
+    assert make(PAIR, 1).received_nbytes() == 3 * (1194 * 2 + 44 + 298 * 4 + 24)
     assert make(FUSED, 2).received_nbytes() == 2 * (7168 + 16 * 128)
     assert make(ROUTER).received_nbytes() == 0
 

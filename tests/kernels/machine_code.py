@@ -72,6 +72,7 @@ class Role(Enum):
     ACQUIRE = "acquire of a flag"
     RELAXED = "relaxed load at system scope"
     ANNOUNCE = "announcement of a flag, 64 bits"
+    RELAY = "announcement to this rank's other blocks"
     UNIT_STORE = "store of a unit"
     UNIT_LOAD = "load of a unit"
     CLAIM = "claim of the poison word"

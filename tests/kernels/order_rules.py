@@ -96,9 +96,9 @@ def _tagged_findings(program: Program) -> list[str]:
     """
     watched, findings = _watched(program)
     findings += _missing(program, Role.ANNOUNCE, Role.ACQUIRE, Role.UNIT_STORE, Role.UNIT_LOAD)
-    announced = program.places(Role.ANNOUNCE)
-    if len(announced) > 1:
-        findings.append(f"{len(announced)} announcements of a flag")
+    for role, what in ((Role.ANNOUNCE, "announcements of a flag"), (Role.RELAY, "relays")):
+        if len(program.places(role)) > 1:
+            findings.append(f"{len(program.places(role))} {what}")
     units, acquires = program.places(Role.UNIT_LOAD), program.places(Role.ACQUIRE)
     others = program.places(Role.RELAXED) - watched
     if not others or len(others) % WATCHED_WORDS:

@@ -21,9 +21,10 @@ MEMORY = re.compile(
     r"discard|applypriority|createpolicy|griddepcontrol|wgmma|tcgen05|ldmatrix|stmatrix|async)"
     r"(\.|$)"
 )
+ANNOUNCE = "st.relaxed.sys.global.u64"
 CLAIM = "atom.relaxed.gpu.global.cas.b32"
 UNIT_STORE, UNIT_LOAD = "st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"
-SILENT = r"(ld|st)\.global\.(v4\.u32|v2\.u32|u64|u32|u8)|ld\.param\.\w+"
+SILENT = r"(ld|st)\.global\.(v4\.u32|v2\.u32|u64|u32|u8)|ld\.global\.f32|ld\.param\.\w+"
 SILENT += r"|ld\.shared\.(v2\.u64|v4\.u32|u64|u32)|st\.shared\.(u64|u32)"
 WAITING = rf"{SILENT}|ld\.acquire\.sys\.global\.u64|st\.release\.sys\.global\.u32"
 WAITING += rf"|{re.escape(CLAIM)}"
@@ -37,7 +38,7 @@ ROLES = {
     "st.release.sys.global.u64": Role.RELEASE,
     "st.release.sys.global.u32": Role.STATUS,
     "ld.acquire.sys.global.u64": Role.ACQUIRE,
-    "st.relaxed.sys.global.u64": Role.ANNOUNCE,
+    ANNOUNCE: Role.ANNOUNCE,
     UNIT_STORE: Role.UNIT_STORE,
     UNIT_LOAD: Role.UNIT_LOAD,
     "griddepcontrol.wait": Role.PREDECESSOR,
@@ -128,20 +129,37 @@ def parse(text: str) -> tuple[list[Statement], dict[str, int]]:
     return statements, labels
 
 
-def loaded_registers(statements: Sequence[Statement]) -> set[str]:
-    """Return every register that may hold a value out of memory, or one computed from such."""
-    loaded: set[str] = set()
-    before = -1
-    while before < len(loaded):
-        before = len(loaded)
-        for one in statements:
-            if one.kind in ("st", "red", "bra", "ret") or not one.operands:
-                continue
-            sources = REGISTER.findall(" ".join(one.operands[1:]))
-            reads = one.kind in ("ld", "ldu", "atom") and not one.opcode.startswith("ld.param")
-            if reads or not loaded.isdisjoint(sources):
-                loaded.update(REGISTER.findall(one.operands[0]))
-    return loaded
+def loaded_before(statements: Sequence[Statement], labels: dict[str, int]) -> list[set[str]]:
+    """Return, for each statement, the registers that may then hold a value out of memory.
+
+    Or one computed from such a value. A register is written again and again, so this follows the
+    ways through the kernel.
+    """
+    before: list[set[str]] = [set() for _ in statements]
+    waiting = list(range(len(statements)))
+    while waiting:
+        place = waiting.pop()
+        one = statements[place]
+        behind = _loaded_behind(one, before[place])
+        followers = [] if one.kind in ("ret", "exit", "trap") and not one.guard else [place + 1]
+        if one.kind == "bra":
+            followers = [labels[one.operands[0]], *([place + 1] if one.guard else [])]
+        for follower in followers:
+            if follower < len(statements) and not behind <= before[follower]:
+                before[follower] |= behind
+                waiting.append(follower)
+    return before
+
+
+def _loaded_behind(one: Statement, before: set[str]) -> set[str]:
+    if one.kind in ("st", "red", "bra", "ret") or not one.operands:
+        return before
+    sources = REGISTER.findall(" ".join(one.operands[1:]))
+    reads = one.kind in ("ld", "ldu", "atom") and not one.opcode.startswith("ld.param")
+    written = set(REGISTER.findall(one.operands[0]))
+    if reads or not before.isdisjoint(sources):
+        return before | written
+    return before if one.guard else before - written
 
 
 def constant(operand: str, state: State) -> int | None:
@@ -172,23 +190,26 @@ class Ptx:
     def __init__(self, text: str, kind: Kind) -> None:
         self.kind = kind
         self.statements, self.labels = parse(text)
-        self._loaded = loaded_registers(self.statements)
+        self._loaded = loaded_before(self.statements, self.labels)
 
-    def is_foreign(self, statement: Statement) -> bool:
+    def is_foreign(self, place: int) -> bool:
         """Whether a global access goes through an address that was read out of memory."""
-        return not self._loaded.isdisjoint(REGISTER.findall(statement.address))
+        return not self._loaded[place].isdisjoint(REGISTER.findall(self.statements[place].address))
 
-    def role(self, one: Statement) -> Role:
+    def role(self, place: int) -> Role:
+        one = self.statements[place]
         if one.is_barrier:
             return Role.BARRIER
         if one.kind == "griddepcontrol" and one.guard:
             return Role.OTHER
+        if one.opcode == ANNOUNCE and not self.is_foreign(place):
+            return Role.RELAY
         if one.opcode in ROLES:
             return ROLES[one.opcode]
         if one.opcode.startswith("ld.relaxed.sys."):
             return Role.RELAXED
         if one.opcode.startswith("st.global."):
-            return Role.STAGE if self.is_foreign(one) else Role.STORE
+            return Role.STAGE if self.is_foreign(place) else Role.STORE
         return Role.OTHER
 
     def follow(self, place: int, state: State) -> tuple[State, list[int]]:
@@ -215,7 +236,8 @@ class Ptx:
     @cached_property
     def program(self) -> Program:
         instructions = [
-            Instruction(one.text, self.role(one), touches=one.is_global) for one in self.statements
+            Instruction(one.text, self.role(place), touches=one.is_global)
+            for place, one in enumerate(self.statements)
         ]
         return Program(instructions, self.follow)
 
@@ -224,8 +246,8 @@ class Ptx:
         good = re.compile(r"ld\.(relaxed|acquire)\.sys\.|st\.((release|relaxed)\.sys\.)?global\.")
         return [
             f"not for memory of others: {one.text}"
-            for one in self.statements
-            if one.is_global and self.is_foreign(one) and not good.match(one.opcode)
+            for place, one in enumerate(self.statements)
+            if one.is_global and self.is_foreign(place) and not good.match(one.opcode)
         ]
 
     def _halves(self, unit: Statement, vector: str) -> list[list[str]]:

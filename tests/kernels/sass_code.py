@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from machine_code import Instruction, Kind, Program, Role, State, explore, forbidden
@@ -70,11 +71,44 @@ def _address(one) -> int:
     return int(one.operands[-1], 16)
 
 
+CLONE = 1 << 32
+"""Distance of a function's copies: more than there is code."""
+
+
+def apart(code: Sequence) -> list:
+    """Give every call a copy of its function, so that a return leads to its own caller.
+
+    Or ways through a function that several callers share would lead from one to another.
+    """
+    place = {one.address: index for index, one in enumerate(code)}
+    result, called = list(code), set()
+    for index, one in enumerate(code):
+        if not one.opcode.startswith("CALL.REL"):
+            continue
+        start = _address(one)
+        if start in called:
+            shift = CLONE * len(result)
+            result[index] = _moved(one, shift)
+            begin = place[start]
+            end = next(i for i in range(begin, len(code)) if code[i].opcode.startswith("RET"))
+            for copied in code[begin : end + 1]:
+                inside = BRANCH.fullmatch(copied.opcode) and begin <= place[_address(copied)] <= end
+                moved = _moved(copied, shift) if inside else copied
+                result.append(replace(moved, address=copied.address + shift))
+        called.add(start)
+    return result
+
+
+def _moved(jump, shift: int):
+    """Return a jump whose target is `shift` further on."""
+    return replace(jump, operands=(*jump.operands[:-1], hex(_address(jump) + shift)))
+
+
 class Sass:
     """The machine code of one kernel; `code` are the instructions of tools/kernel_report.py."""
 
     def __init__(self, code: Sequence, kind: Kind) -> None:
-        self.code = code
+        self.code = code = apart(code)
         self.kind = kind
         self._place = {one.address: place for place, one in enumerate(code)}
         self._returns = self._find_returns()
@@ -178,16 +212,25 @@ class Sass:
 
     @cached_property
     def program(self) -> Program:
-        return Program(
-            [
-                Instruction(
-                    f"{one.address:#06x} {one.opcode} {', '.join(one.operands)}",
-                    self.role(place),
-                    touches=bool(MEMORY.match(one.opcode)) and not NOT_GLOBAL.match(one.opcode),
-                )
-                for place, one in enumerate(self.code)
-            ],
-            self.follow,
+        """The graph. A flag that is announced only behind a wait for flags is a relay.
+
+        That its address is not a peer's, ptx_code sees.
+        """
+        found = Program([self._instruction(place) for place in range(len(self.code))], self.follow)
+        waiting = found.reach(found.after(found.places(Role.ACQUIRE)))
+        late = found.places(Role.ANNOUNCE) & waiting
+        instructions = [
+            replace(one, role=Role.RELAY) if place in late else one
+            for place, one in enumerate(found.instructions)
+        ]
+        return replace(found, instructions=instructions)
+
+    def _instruction(self, place: int) -> Instruction:
+        one = self.code[place]
+        return Instruction(
+            f"{one.address:#06x} {one.opcode} {', '.join(one.operands)}",
+            self.role(place),
+            touches=bool(MEMORY.match(one.opcode)) and not NOT_GLOBAL.match(one.opcode),
         )
 
     def findings(self) -> list[str]:
@@ -198,7 +241,7 @@ class Sass:
             findings.append("local memory is used")
         known = {Role.RELEASE, Role.STATUS}
         if self.kind.tagged:
-            known |= {Role.ANNOUNCE, Role.UNIT_STORE}
+            known |= {Role.ANNOUNCE, Role.RELAY, Role.UNIT_STORE}
         strong = sum(bool(re.fullmatch(r"STG\..*STRONG.*", one)) for one in opcodes)
         if strong != len(self.program.places(*known)):
             lost = strong - len(self.program.places(*known))

@@ -18,7 +18,7 @@ from pcie_comm.kernels.registry import KernelKey, find
 STAGED = Kind(communicates=True, tagged=False, overlaps=True)
 TAGGED = Kind(communicates=True, tagged=True, overlaps=True)
 SILENT = Kind(communicates=False, tagged=False, overlaps=True)
-BARRIER = "barrier.cta.red.and.pred q, 0, p;"
+BARRIER = "barrier.cta.red.and.aligned.pred q, 0, p;"
 
 
 def compiled(op: str, *variant: str | int) -> str:
@@ -212,9 +212,11 @@ def test_fault_in_tagged_code_is_found(tagged, statement, finding):
 def test_first_turn_is_told_by_its_counter(tagged):
     """Later turns write outputs without a barrier; a counter that may start above 0 is a fault."""
     loop = tagged.rindex('\t.pragma "nounroll";')
-    start = list(re.finditer(r"mov\.b32 \t(%r\d+), (0);", tagged[:loop]))[-1]
-    assert re.search(rf"setp\.ne\.b32 \t%p\d+, {start[1]}, 0;", tagged[loop:])
-    unknown = f"{tagged[: start.start(2)]}%r1{tagged[start.end(2) :]}"
+    compared = set(re.findall(r"setp\.ne\.b32 \t%p\d+, (%r\d+), 0;", tagged[loop:]))
+    starts = re.finditer(r"mov\.b32 \t(%r\d+), (\S+);", tagged[loop - 300 : loop])
+    (start,) = [one for one in starts if one[1] in compared]
+    begin, end = (loop - 300 + place for place in start.span(2))
+    unknown = f"{tagged[:begin]}%r1{tagged[end:]}"
     found = ptx_findings(unknown, TAGGED)
     assert caught("output before the barrier behind the wait", found)
 

@@ -84,11 +84,14 @@ def test_release_needs_its_fence_right_before_it(code):
 
 
 def test_acquire_needs_its_invalidation_right_behind_it(code):
-    first, second = places(code, re.escape(INVALIDATE))
-    assert caught("no acquire", sass_findings(blank(blank(code, first), second)))
-    assert caught("watches abort and poison word", sass_findings(blank(code, second)))
-    late = insert(insert(code, second, "STS", "[R1]", "R2"), first, "STS", "[R1]", "R2")
-    assert caught("no acquire", sass_findings(late))
+    (only,) = places(code, re.escape(INVALIDATE))
+    assert caught("no acquire", sass_findings(blank(code, only)))
+    assert caught("no acquire", sass_findings(insert(code, only, "STS", "[R1]", "R2")))
+
+
+def test_wait_looks_at_abort_and_poison_word(code):
+    for watched in places(code, r"LDG\.E\.STRONG\.SYS"):
+        assert caught("watches abort and poison word", sass_findings(blank(code, watched)))
 
 
 def at_barrier(code, number: int, *numbers: str):
