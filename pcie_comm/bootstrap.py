@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .agreement import agree, compare
@@ -23,6 +23,7 @@ from .errors import (
     BrokenError,
     ClosedError,
     PeerAbortedError,
+    PeerError,
     PeerTimeoutError,
 )
 from .rank_order import group_order
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Bootstrap", "ThreadBootstrap", "agree", "compare", "open_bootstrap"]
+
+
+_LOOK_S = 0.02
+"""Pause between two looks whether the peers still live, in seconds."""
+
+_HINDSIGHT_S = 0.1
 
 
 class Bootstrap(ABC):
@@ -44,6 +51,8 @@ class Bootstrap(ABC):
         world_size: Number of ranks.
         global_ranks: What launcher or torch call each of them, in group-rank order.
         same_process: All ranks are threads of this process.
+        trouble: Tells why the peers need not be waited for any longer: an error, or None. The
+            group's watch takes this place; waits ask it again and again.
     """
 
     same_process: bool = False
@@ -52,12 +61,18 @@ class Bootstrap(ABC):
         self.rank = rank
         self.world_size = len(global_ranks)
         self.global_ranks = tuple(global_ranks)
+        self.trouble: Callable[[], PeerError | None] = lambda: None
         self._failure: BaseException | None = None
         self._closed = False
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._failure else "open"
         return f"<{type(self).__name__} rank={self.rank} world_size={self.world_size} {state}>"
+
+    @property
+    def failed(self) -> bool:
+        """An exchange failed: this end refuses further ones."""
+        return self._failure is not None
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """Give `payload` to every rank and return the payloads of all.
@@ -75,7 +90,7 @@ class Bootstrap(ABC):
         Raises:
             PeerTimeoutError: A peer did not come in time; names the missing ranks where known.
             PeerAbortedError: A peer called `abort`.
-            PeerDiedError: A connection to the peers broke.
+            PeerDiedError: A peer died, or a connection to the peers broke.
             BrokenError: An earlier exchange failed; that failure is `__cause__`.
             ClosedError: `close` was called before.
         """
@@ -106,6 +121,19 @@ class Bootstrap(ABC):
     def close(self) -> None:
         """Give up the connection. Idempotent; waits for no peer's progress."""
         self._closed = True
+
+    def _check_peers(self) -> None:
+        """Raise if waiting on makes no sense."""
+        error = self.trouble()
+        if error is not None:
+            raise error
+
+    def _blame_a_peer(self) -> None:
+        """After a connection broke, give the watch a moment to find out whose end broke it."""
+        deadline = time.monotonic() + _HINDSIGHT_S
+        while time.monotonic() < deadline:
+            self._check_peers()
+            time.sleep(_LOOK_S / 4)
 
     def _timed_out(self, missing: Sequence[int], started: float) -> PeerTimeoutError:
         elapsed = time.monotonic() - started
@@ -153,14 +181,15 @@ class ThreadBootstrap(Bootstrap):
             here = meeting.rounds.setdefault(number, {})
             here[self.rank] = payload
             meeting.changed.notify_all()
-            meeting.changed.wait_for(
-                lambda: len(here) == self.world_size or meeting.aborted is not None, timeout_s
-            )
-            if len(here) < self.world_size:
+            while len(here) < self.world_size:
                 if meeting.aborted is not None:
                     raise aborted_by(self.rank, *meeting.aborted)
-                missing = [peer for peer in range(self.world_size) if peer not in here]
-                raise self._timed_out(missing, started)
+                self._check_peers()
+                remaining_s = started + timeout_s - time.monotonic()
+                if remaining_s <= 0:
+                    missing = [peer for peer in range(self.world_size) if peer not in here]
+                    raise self._timed_out(missing, started)
+                meeting.changed.wait(min(remaining_s, _LOOK_S))
             meeting.readers[number] = meeting.readers.get(number, 0) + 1
             if meeting.readers[number] == self.world_size:
                 del meeting.rounds[number], meeting.readers[number]

@@ -111,6 +111,7 @@ class StoreBootstrap(Bootstrap):
             while not store.check(keys):
                 if store.check(["abort"]):
                     raise aborted_by(self.rank, *json.loads(store.get("abort")))
+                self._check_peers()
                 if pause.remaining_s() <= 0:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise self._timed_out(missing, pause.started)
@@ -156,6 +157,7 @@ class StoreBootstrap(Bootstrap):
         store.delete_key("closed")
 
     def _raise_store_error(self, error: RuntimeError) -> NoReturn:
+        self._blame_a_peer()
         reason = str(error).partition("\n")[0]
         raise PeerDiedError(
             f"the torch store failed ({reason}); it ends with the process that hosts it, "

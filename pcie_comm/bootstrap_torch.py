@@ -74,6 +74,7 @@ class ProcessGroupBootstrap(Bootstrap):
             work = self._process_group.allgather([gathered], [mine], options)
             if self._device.type == "cuda":  # wait() would only order streams
                 while not work.is_completed():
+                    self._check_peers()
                     if pause.remaining_s() <= 0:
                         raise self._timed_out([], pause.started)
                     pause.sleep()
@@ -81,6 +82,7 @@ class ProcessGroupBootstrap(Bootstrap):
         except RuntimeError as error:
             if pause.remaining_s() <= 0.01:
                 raise self._timed_out([], pause.started) from error
+            self._blame_a_peer()
             reason = str(error).partition("\n")[0]
             raise PeerDiedError(
                 f"the process group failed ({reason}); look for the errors of its other ranks",

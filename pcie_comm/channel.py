@@ -385,7 +385,8 @@ class Channel(Collectives):
 
         Raises:
             ClosedError: The channel is closed.
-            PeerTimeoutError, MismatchError, PeerAbortedError: A launch gave up.
+            PeerTimeoutError, MismatchError, PeerAbortedError, PeerDiedError: A launch gave up, or
+                would: a peer died, or a rank aborted.
         """
         self._check_open()
         failure = self.engine.failure()
@@ -405,7 +406,3 @@ class Channel(Collectives):
                 "close the group and build a new one",
                 rank=self.info.rank,
             ) from failure
-
-    def abort(self) -> None:
-        """Make every waiting call of this rank give up, and every later one fail."""
-        self.engine.abort()

@@ -11,16 +11,17 @@ import torch
 
 from . import driver
 from .config import Config
-from .errors import CommError, CompileError, UnsupportedError
+from .errors import CommError, CompileError, CudaError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
-from .layout import MAX_BLOCKS, ControlLayout, SlabLayout
+from .layout import MAX_BLOCKS, ControlLayout, SlabLayout, StatusLayout
 from .policy import launches_at_once
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
 from .transport.cuda_memory import CudaDevice
+from .watch.cause import Cause
 
 WRONG_CONTEXT = (201, 400, 709)
 """CUDA_ERROR_INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED: what a launch returns in a
@@ -70,6 +71,8 @@ class CudaEngine:
         self.lock = threading.Lock()
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
+        self._cause: Cause | None = None
+        self.peer_state: Callable[[int], str] = lambda peer: ""
         self._control = 0
         self.overlaps = config.overlap and self.capability >= (9, 0)
         self._at_once = launches_at_once(sharers, config.overlap)
@@ -214,18 +217,32 @@ class CudaEngine:
         if self.status is None:
             return None
         found = self.status.read()
-        if found is not None:
-            return found.error(self.rank, self._ops)
-        return None
+        if found is None:
+            return None
+        state = self.peer_state(found.peer) if found.code == StatusLayout.CODE_TIMEOUT else ""
+        return found.error(self.rank, self._ops, self._cause, state)
 
-    def abort(self) -> None:
-        """Make every waiting launch give up."""
+    def abort(self, cause: Cause) -> None:
+        """Make every waiting launch give up, for `cause`; the first one stays."""
+        self._cause = self._cause or cause
         if self.status is not None:
             self.status.abort()
 
     def synchronize(self) -> None:
-        """Wait for the device; bounded, since every launch is."""
-        torch.cuda.synchronize(self.device)
+        """Wait for the device; bounded, since every launch is.
+
+        Raises:
+            CudaError: The context is lost.
+        """
+        try:
+            torch.cuda.synchronize(self.device)  # leaves the interpreter to the watchdog
+        except RuntimeError as error:
+            raise CudaError(
+                f"the device did not finish its work: {str(error).partition(chr(10))[0]}",
+                name=type(error).__name__,
+                call="torch.cuda.synchronize",
+                rank=self.rank,
+            ) from error
 
     def close(self) -> None:
         """Give control block and status record back. Requires: `synchronize` came before."""

@@ -126,11 +126,20 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class PeerAbortedError(PeerError):
-    """A peer failed or called `abort()`; the message holds its reason."""
+    """A rank failed or called `abort()`; `peer` is that rank, the message holds its reason."""
 
 
 class PeerDiedError(PeerError):
-    """A peer's process ended."""
+    """A peer's process ended before the group was closed, or a connection to the peers broke.
+
+    Attributes:
+        exit_code: Exit code of the process, or minus the signal that ended it; None if that cannot
+            be told, or not yet.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.exit_code = exit_code
 
 
 class CudaError(CommError):

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
+from . import closing
 from .bootstrap import Bootstrap, agree, compare, open_bootstrap
 from .channel import Channel, Collectives
+from .closing import Estate
 from .config import Config
 from .cuda_engine import CudaEngine
 from .errors import (
+    BrokenError,
     ClosedError,
     CommError,
     CommWarning,
     InvalidArgumentError,
-    UnsupportedError,
 )
 from .host_engine import HostEngine
-from .kernels.compile import fingerprint
-from .kernels.registry import Collective, PlanInfo, check_collective, collectives, find
+from .kernels.registry import Collective, PlanInfo, check_collective, find
 from .kernels.store import KernelStore
-from .layout import MAX_BLOCKS, SlabLayout
-from .policy import choose_transport, protocols_of, resident_budget
-from .policy_file import load_crossovers
-from .rank_facts import RankFacts, resolve_device
+from .layout import SlabLayout
+from .meeting import meet
+from .policy import protocols_of
 from .transport import load
-from .transport.base import Transport, TransportInfo
+from .transport.base import PeerMap, Transport, TransportInfo
+from .watch.cause import Cause
+from .watch.watch import Watch, open_watch
 
-PROTOCOL_VERSION = 1
-"""Version of slab layout and flag format; ranks with different ones refuse each other."""
-
-CLOSE_TIMEOUT_S = 5.0
-"""Longest wait of `close` for peers once the group is broken."""
-
-_kept: list[object] = []
-"""What captured graphs may still address after `close`: released when the process ends."""
+_groups: WeakSet[PcieDcpGroup] = WeakSet()
 
 
 def _settings(config: object) -> Config:
@@ -86,6 +82,7 @@ class PcieDcpGroup(Collectives):
         MismatchError: The ranks' versions or settings differ.
         PeerAbortedError: Another rank failed; the message has its reason.
         PeerTimeoutError: A rank did not come within `Config.setup_timeout_s`.
+        PeerDiedError: The process of a rank ended meanwhile.
     """
 
     def __init__(
@@ -128,79 +125,45 @@ class PcieDcpGroup(Collectives):
         self._bootstrap = bootstrap
         self._channels: dict[str, Channel] = {}
         self._transports: dict[str, Transport] = {}
+        closing.reclaim()
         try:
-            self._meet(device, transport)
-            self._closed = False
-            self._issue = self._open_channel("default").issue
+            self._watch = self._open_watch(config.setup_timeout_s)
+            self._settle(device, transport)
         except BaseException:
-            self._closed = True
             bootstrap.close()
             raise
+        _groups.add(self)
 
-    def _meet(self, device: str | torch.device | None, transport: str) -> None:
-        """Exchange facts; settle device, transport and grid limit, alike on all ranks."""
+    def _open_watch(self, timeout_s: float) -> Watch:
+        channels = self._channels  # and not self: the watch must not keep the group alive
 
-        def introduce() -> bytes:
-            self.device = resolve_device(device)
-            if transport != "auto":
-                load(transport)
-            self._crossovers = load_crossovers(self.config.policy_file)
-            return RankFacts.gather(self.device, self._contract(transport)).encode()
+        def end_waits(cause: Cause) -> None:
+            for channel in list(channels.values()):
+                channel.engine.abort(cause)
 
-        timeout_s = self.config.setup_timeout_s
-        records = agree(self._bootstrap, "introduction", introduce, timeout_s)
-        facts = [RankFacts.decode(record) for record in records]
-        contracts = [json.dumps(fact.contract).encode() for fact in facts]
-        compare(contracts, "the group's settings")
-        if len({fact.host for fact in facts}) > 1:
-            raise UnsupportedError(
-                f"the ranks are on {len({f.host for f in facts})} hosts; a group spans one host",
-                reason="ranks on several hosts",
-                rank=self.rank,
+        return open_watch(self._bootstrap, end_waits, timeout_s)
+
+    def _settle(self, device: str | torch.device | None, transport: str) -> None:
+        """Agree on everything and open the first channel; tell the peers at once if that fails."""
+        try:
+            self._terms = meet(
+                self._bootstrap, self._watch.one_process, device, transport, self.config
             )
-        devices = [fact.device for fact in facts]
-        self._transport_name, self._transport_reason = choose_transport(
-            transport,
-            on_gpu="cpu" not in devices,
-            one_process=len({fact.process for fact in facts}) == 1,
-            peers_reachable=all(d in fact.reachable for fact in facts for d in devices),
-        )
-        if ("cpu" in devices) != (self._transport_name == "host_shm"):
-            raise UnsupportedError(
-                f"transport={self._transport_name!r} does not serve device={self.device}; "
-                "host_shm is for device='cpu', the others are for GPUs",
-                reason="transport and device do not fit",
-                rank=self.rank,
-            )
-        sharers = Counter(devices)
-        self._sharers = max(sharers.values())
-        self._max_blocks = resident_budget(
-            [f.multiprocessors or MAX_BLOCKS * self.world_size for f in facts],
-            [sharers[d] for d in devices],
-            self.config.overlap,
-            MAX_BLOCKS,
-        )
-        self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
-
-    def _contract(self, transport: str) -> dict[str, object]:
-        from . import __version__
-
-        return {
-            "version": __version__,
-            "protocol_version": PROTOCOL_VERSION,
-            "world_size": self.world_size,
-            "transport": transport,
-            "device_type": self.device.type,
-            "kernels": {op: fingerprint(plugin)[:16] for op, plugin in collectives().items()},
-            "crossovers": self._crossovers.contract(),
-            **self.config.contract(),
-        }
+            self.device = self._terms.device
+            self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
+            self._closed = False
+            self._issue = self._open_channel("default").issue
+        except BaseException as error:
+            self._closed = True
+            self._watch.abort(f"{type(error).__name__}: {error}")
+            self._watch.leave()
+            raise
 
     def _open_channel(self, name: str) -> Channel:
         """Allocate, exchange and map a channel's slabs. Collective."""
         layout = SlabLayout(self.config.slot_nbytes, self.world_size)
         index = self.device.index if self.device.type == "cuda" else None
-        transport = load(self._transport_name)(TransportInfo(self.rank, self.world_size, index))
+        transport = load(self._terms.transport)(TransportInfo(self.rank, self.world_size, index))
         timeout_s = self.config.setup_timeout_s
         engines: list[CudaEngine | HostEngine] = []
 
@@ -211,21 +174,7 @@ class PcieDcpGroup(Collectives):
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
-            if self.device.type == "cpu":
-                engine: CudaEngine | HostEngine = HostEngine(
-                    self.rank, layout, peers, self.config.protocol, self.config.timeout_s
-                )
-            else:
-                engine = CudaEngine(
-                    self.rank,
-                    layout,
-                    peers,
-                    self.device,
-                    self.config,
-                    self._store,
-                    self._sharers,
-                )
-            engines.append(engine)
+            engines.append(self._engine(layout, peers))
             return b""
 
         try:
@@ -244,20 +193,34 @@ class PcieDcpGroup(Collectives):
             protocol=self.config.protocol,
             segment_nbytes=layout.segment_nbytes,
             max_rows=self.config.max_rows,
-            max_blocks=self._max_blocks,
-            limits=self._crossovers.limits(self._transport_name, self._sharers),
+            max_blocks=self._terms.max_blocks,
+            limits=self._terms.crossovers.limits(self._terms.transport, self._terms.sharers),
         )
         channel = Channel(name, info, self.device, engines[0])
         self._channels[name] = channel
         self._transports[name] = transport
+        if self._watch.cause is not None:  # found before the channel was there to be told
+            channel.engine.abort(self._watch.cause)
         return channel
+
+    def _engine(self, layout: SlabLayout, peers: PeerMap) -> CudaEngine | HostEngine:
+        """Return what runs the calls of a channel."""
+        config = self.config
+        engine: CudaEngine | HostEngine
+        if self.device.type == "cpu":
+            engine = HostEngine(self.rank, layout, peers, config.protocol, config.timeout_s)
+        else:
+            sharers = self._terms.sharers
+            engine = CudaEngine(self.rank, layout, peers, self.device, config, self._store, sharers)
+        engine.peer_state = self._watch.describe
+        return engine
 
     def _discard(self, transport: Transport) -> None:
         """Take back a half-open channel; the error that led here is the one that counts."""
         with contextlib.suppress(CommError):
             transport.unmap()
         with contextlib.suppress(CommError):
-            agree(self._bootstrap, "clean-up", lambda: b"", CLOSE_TIMEOUT_S)
+            agree(self._bootstrap, "clean-up", lambda: b"", closing.CLOSE_TIMEOUT_S)
         with contextlib.suppress(CommError):
             transport.free()
 
@@ -274,10 +237,19 @@ class PcieDcpGroup(Collectives):
             InvalidArgumentError: No name. The other ranks wait for this one.
             MismatchError: The ranks asked for different names.
             PeerAbortedError, PeerTimeoutError: Another rank failed, or did not come.
+            PeerDiedError: A rank's process ended meanwhile.
+            BrokenError: A rank died or aborted before.
         """
         self._check_open()
         _check_name(name)
-        return self._channels.get(name) or self._open_channel(name)
+        if name in self._channels:
+            return self._channels[name]
+        lost = self._watch.error()
+        if lost is not None:
+            raise BrokenError(
+                f"the group is broken since {type(lost).__name__}: {lost}", rank=self.rank
+            ) from lost
+        return self._open_channel(name)
 
     def prepare(self, op: str | Collective, rows: int | None = None) -> None:
         """Compile or load all that calls of `op` need, so that they can be captured.
@@ -317,87 +289,79 @@ class PcieDcpGroup(Collectives):
 
         Raises:
             ClosedError: The group is closed.
-            PeerTimeoutError, MismatchError, PeerAbortedError: A call gave up.
+            PeerTimeoutError, MismatchError: A call gave up.
+            PeerDiedError, PeerAbortedError: A rank died or aborted, whether or not a call waited.
         """
         self._check_open()
         for channel in self._channels.values():
             channel.check()
 
     def abort(self) -> None:
-        """Make every waiting call of this rank give up, and every later one fail."""
-        for channel in self._channels.values():
-            channel.abort()
+        """Make every waiting call of every rank give up, and every later one fail.
+
+        Local: returns at once, and may be called from any thread. The peers raise PeerAbortedError
+        with this rank as `peer`, within 100 ms.
+        """
+        if not self._closed:
+            self._watch.abort("abort() was called")
 
     def describe(self) -> dict[str, object]:
         """Return what runs and why, as plain values."""
+        terms = self._terms
         facts: dict[str, object] = {
             "rank": self.rank,
             "world_size": self.world_size,
             "device": str(self.device),
-            "transport": self._transport_name,
-            "transport_reason": self._transport_reason,
-            "max_blocks": self._max_blocks,
-            "crossovers": {"source": self._crossovers.source, **self._crossovers.contract()},
+            "transport": terms.transport,
+            "transport_reason": terms.transport_reason,
+            "max_blocks": terms.max_blocks,
+            "crossovers": {"source": terms.crossovers.source, **terms.crossovers.contract()},
             "config": {**self.config.contract(), "kernels_dir": str(self.config.kernels_dir)},
             "kernels": dict(self._store.sources),
             "closed": self._closed,
+            "peers": {f"rank {r}": self._watch.describe(r) for r in range(self.world_size)},
         }
         for name, channel in self._channels.items():
             facts[f"channel {name}"] = {
                 "protocol": ", ".join(channel.protocols()),
-                "calls": channel.choices(self._crossovers.source),
+                "calls": channel.choices(terms.crossovers.source),
                 "segment_nbytes": channel.info.segment_nbytes,
                 **self._transports[name].describe(),
             }
         return facts
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._transport_name
+        state = "closed" if self._closed else self._terms.transport
         return f"<PcieDcpGroup rank={self.rank} world_size={self.world_size} {state}>"
 
     def close(self) -> None:
         """Stop, unmap, agree that all have unmapped, then free. Collective. Idempotent.
 
+        In a group that failed, or of which a rank dies or aborts meanwhile, every rank closes
+        alone and says nothing of it: `check` comes before `close`.
+
         Capture: what a captured graph addresses is kept until the process ends, so that a late
         replay never touches freed memory.
 
         Raises:
-            PeerTimeoutError: A rank did not come; this rank's slabs are kept, for its sake.
+            PeerTimeoutError: A rank that lives did not come; the group is broken then, and this
+                rank has closed alone.
+            PeerAbortedError: Another rank could not unmap; likewise.
+            CudaError: The driver failed; what it could not give back is kept.
         """
         if self._closed:
             return
-        broken = any(channel.engine.failed() for channel in self._channels.values())
-        self._closed = True
-        for channel in self._channels.values():
-            channel.closed = True
         try:
-            self._release(CLOSE_TIMEOUT_S if broken else self.config.setup_timeout_s)
-        except CommError:
-            _kept.append((self._channels, self._transports))
-            if not broken:
-                raise
+            closing.close(self._end(), self._bootstrap, self.config.setup_timeout_s)
         finally:
             self._bootstrap.close()
 
-    def _release(self, timeout_s: float) -> None:
-        """Free everything once no rank can address it; keep all if any rank captured a graph."""
-        captured = any(getattr(c.engine, "captured", False) for c in self._channels.values())
-        flags = agree(self._bootstrap, "close", lambda: b"%d" % captured, timeout_s)
-        if b"1" in flags:
-            _kept.append((self._channels, self._transports))
-            return
-
-        def let_go() -> bytes:
-            for channel in self._channels.values():
-                channel.engine.synchronize()
-                channel.engine.close()
-            for transport in self._transports.values():
-                transport.unmap()
-            return b""
-
-        agree(self._bootstrap, "unmapping", let_go, timeout_s)
-        for transport in self._transports.values():
-            transport.free()
+    def _end(self) -> Estate:
+        """Refuse further calls; return what there is to give back."""
+        self._closed = True
+        for channel in self._channels.values():
+            channel.closed = True
+        return Estate(self._channels, self._transports, self._watch)
 
     def __enter__(self) -> PcieDcpGroup:
         return self
@@ -406,11 +370,24 @@ class PcieDcpGroup(Collectives):
         if exc[0] is None:
             self.close()
             return
+        if not self._closed:
+            kind = getattr(exc[0], "__name__", "an exception")
+            self._watch.abort(f"it left the block by {kind}: {exc[1]}")
         with contextlib.suppress(CommError):
             self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             # No peer is talked to and nothing is freed here: a collection may run anywhere.
-            _kept.append((self._channels, self._transports))
-            warnings.warn(f"{self!r} was never closed", CommWarning, stacklevel=2)
+            name = repr(self)
+            closing.keep(self._end())
+            warnings.warn(f"{name} was never closed", CommWarning, stacklevel=2)
+
+
+def _forget_groups() -> None:
+    """Close the groups of a forked child, which are the parent's, without a word to anybody."""
+    for group in list(_groups):
+        group._end()
+
+
+os.register_at_fork(after_in_child=_forget_groups)

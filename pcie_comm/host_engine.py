@@ -9,18 +9,26 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
-from .errors import CommError, MismatchError, PeerAbortedError, PeerTimeoutError
+from .errors import BusyError, CommError, MismatchError, PeerTimeoutError
 from .kernels.plan_checks import run_reference
 from .kernels.registry import Collective, Plan
-from .layout import STAGED_ALIGNMENT, SlabLayout, align_up, flag_value, next_epoch, slot_of
+from .layout import (
+    EPOCH_MASK,
+    STAGED_ALIGNMENT,
+    SlabLayout,
+    align_up,
+    flag_value,
+    next_epoch,
+    slot_of,
+)
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
+from .watch.cause import Cause, doubts
 
 SPINS_BEFORE_SLEEP = 200
 SLEEP_S = 20e-6
@@ -45,11 +53,13 @@ class HostEngine:
         self.push = protocol != "pull"
         self.timeout_s = timeout_s
         self.epoch = 0
-        self.aborted = threading.Event()
+        self.peer_state: Callable[[int], str] = lambda peer: ""
+        self._cause: Cause | None = None
         self._failure: CommError | None = None
         self.broken = [0]  # not 0 once the channel is: read before every call
         self._bytes = [np.frombuffer(view, dtype=np.uint8) for view in peers.views]
         self._fence = threading.Lock()
+        self._in_use = threading.Lock()
 
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Nothing to load: the reference is the kernel."""
@@ -60,13 +70,13 @@ class HostEngine:
 
     def failure(self) -> CommError | None:
         """Return what broke the channel, or None."""
-        if self._failure is None and self.aborted.is_set():
-            return PeerAbortedError("the group was aborted", rank=self.rank)
+        if self._failure is None and self._cause is not None:
+            return self._cause.error(self.rank)
         return copy.copy(self._failure)  # a raised error collects frames, one more each time
 
-    def abort(self) -> None:
-        """Make a waiting call, and every later one, raise PeerAbortedError."""
-        self.aborted.set()
+    def abort(self, cause: Cause) -> None:
+        """Make a waiting call raise `cause`, and every later one fail; the first one stays."""
+        self._cause = self._cause or cause
         self.broken[0] = 1
 
     def seed_epoch(self, epoch: int) -> None:
@@ -85,11 +95,19 @@ class HostEngine:
         Raises:
             PeerTimeoutError: A peer did not arrive within the timeout.
             MismatchError: A peer made another call.
-            PeerAbortedError: `abort` was called.
+            PeerAbortedError, PeerDiedError: `abort` was called.
+            BusyError: Another thread is in a call on this channel; nothing was done.
             UnsupportedError: The plugin's reference fails, or does not return what was planned.
         """
         shards: Sequence[Sequence[torch.Tensor]] = [inputs]
         if plan.exchanged:
+            if not self._in_use.acquire(blocking=False):
+                raise BusyError(
+                    f"{plan.op} was called while another thread is in a call on this channel; "
+                    "make them one after another, or give each thread a channel",
+                    rank=self.rank,
+                    op=plan.op,
+                )
             try:
                 shards = self._exchange(plan, inputs)
             except BaseException as error:
@@ -100,6 +118,8 @@ class HostEngine:
                 )
                 self.broken[0] = 1
                 raise
+            finally:
+                self._in_use.release()
         with torch.inference_mode():  # as kernels do: bytes are written, gradients are not tracked
             results = run_reference(collective, shards, outputs)
             for output, value in zip(outputs, results, strict=True):
@@ -164,40 +184,51 @@ class HostEngine:
             while int(flag[0]) != value:
                 spins += 1
                 if spins > SPINS_BEFORE_SLEEP:
-                    self._check_hope(plan, peer, int(flag[0]), time.monotonic_ns() - started)
+                    self._check_hope(plan, slot, peer, time.monotonic_ns() - started)
                     time.sleep(SLEEP_S)
 
-    def _check_hope(self, plan: Plan, peer: int, seen: int, elapsed_ns: int) -> None:
+    def _check_hope(self, plan: Plan, slot: int, peer: int, elapsed_ns: int) -> None:
         """Raise if waiting on for `peer` makes no sense."""
-        facts: dict[str, Any] = {
-            "rank": self.rank,
-            "peer": peer,
-            "op": plan.op,
-            "epoch": self.epoch,
-        }
-        seen_epoch, seen_signature = seen & 0xFFFF_FFFF, seen >> 32
-        if self.aborted.is_set():
-            raise PeerAbortedError("the wait was aborted", **facts)
-        if seen and seen_epoch == self.epoch and seen_signature != plan.signature:
-            raise MismatchError(
-                f"rank {self.rank} called {plan.op}, rank {peer} made another call, or one with "
-                "other shapes; all ranks must make the same calls in the same order",
-                values={self.rank: plan.signature, peer: seen_signature},
-                **facts,
-            )
-        if elapsed_ns > self.timeout_s * 1e9:
-            raise PeerTimeoutError(
-                f"rank {peer} did not arrive in time: wanted epoch={self.epoch}, "
-                f"seen={seen_epoch}, elapsed_s={elapsed_ns / 1e9:.3f}; "
-                "is it alive, and did it make the same call?",
-                wanted=self.epoch,
-                seen=seen_epoch,
-                elapsed_ns=elapsed_ns,
-                **facts,
-            )
+        self._check_same_call(plan, slot, peer)
+        cause, late = self._cause, elapsed_ns > self.timeout_s * 1e9
+        if cause is None and not late:
+            return
+        for other in range(len(self._bytes)):  # a mismatch says more than what followed from it
+            self._check_same_call(plan, slot, other)
+        if cause is not None:
+            raise cause.error(self.rank, plan.op, self.epoch)
+        seen = int(self._flag(self.rank, slot, peer)[0]) & EPOCH_MASK
+        raise PeerTimeoutError(
+            f"rank {peer} did not arrive in time: wanted epoch={self.epoch}, seen={seen}, "
+            f"elapsed_s={elapsed_ns / 1e9:.3f}; {doubts(self.peer_state(peer))}",
+            wanted=self.epoch,
+            seen=seen,
+            elapsed_ns=elapsed_ns,
+            rank=self.rank,
+            peer=peer,
+            op=plan.op,
+            epoch=self.epoch,
+        )
+
+    def _check_same_call(self, plan: Plan, slot: int, peer: int) -> None:
+        """Raise if `peer` has made another call at this epoch."""
+        seen = int(self._flag(self.rank, slot, peer)[0])
+        if not seen or seen & EPOCH_MASK != self.epoch or seen >> 32 == plan.signature:
+            return
+        raise MismatchError(
+            f"rank {self.rank} called {plan.op}, rank {peer} made another call, or one with "
+            "other shapes; all ranks must make the same calls in the same order",
+            values={self.rank: plan.signature, peer: seen >> 32},
+            rank=self.rank,
+            peer=peer,
+            op=plan.op,
+            epoch=self.epoch,
+        )
 
     def synchronize(self) -> None:
-        """Calls are synchronous."""
+        """Wait for a call of another thread; bounded, since every call is."""
+        if self._in_use.acquire(timeout=self.timeout_s + 1.0):
+            self._in_use.release()
 
     def close(self) -> None:
         """Drop the views of the slabs, so that the transport can unmap them."""

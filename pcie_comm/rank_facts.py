@@ -10,15 +10,12 @@ import torch
 
 from . import driver
 from .errors import InvalidArgumentError, UnsupportedError
-from .transport.identity import process_facts
 
 
 @dataclass(frozen=True)
 class RankFacts:
     """What a rank tells the others of itself. `contract` must be equal on all ranks."""
 
-    host: str
-    process: str
     device: str
     multiprocessors: int
     reachable: tuple[str, ...]
@@ -31,10 +28,8 @@ class RankFacts:
         Raises:
             InvalidArgumentError: The device does not exist.
         """
-        facts = process_facts()
-        host, process = str(facts["boot"]), str(facts["process"])
         if device.type == "cpu":
-            return cls(host, process, "cpu", 0, (), contract)
+            return cls("cpu", 0, (), contract)
         count = driver.device_count()
         if not 0 <= device.index < count:
             raise InvalidArgumentError(
@@ -48,7 +43,7 @@ class RankFacts:
             if driver.call("cuDeviceCanAccessPeer", own, driver.call("cuDeviceGet", other)):
                 reachable.append(driver.device_uuid(other))
         units = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(host, process, reachable[0], units, tuple(reachable), contract)
+        return cls(reachable[0], units, tuple(reachable), contract)
 
     def encode(self) -> bytes:
         """Return the facts as JSON."""

@@ -14,6 +14,7 @@ from .errors import (
     PeerTimeoutError,
 )
 from .layout import StatusLayout
+from .watch.cause import Cause, doubts
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,24 @@ class Failure:
     elapsed_ns: int
     block: int
 
-    def error(self, rank: int, ops: dict[int, str]) -> CommError:
+    def error(
+        self, rank: int, ops: dict[int, str], cause: Cause | None = None, peer_state: str = ""
+    ) -> CommError:
         """Return the failure as the error the user sees.
 
         Args:
             rank: The rank that reports.
             ops: Signature -> operation, of the calls this rank made.
+            cause: Why the host set the abort word, if it did.
+            peer_state: How the peer fares, in words, if that is known.
         """
         if self.code == StatusLayout.CODE_ABORTED_BY_HOST:
-            return PeerAbortedError("the group was aborted", rank=rank)
+            return (
+                cause.error(rank) if cause else PeerAbortedError("the group was aborted", rank=rank)
+            )
         op = ops.get(self.wanted_signature)
+        if self.code == StatusLayout.CODE_ABORTED and cause is not None:
+            return cause.error(rank, op, self.epoch)
         facts: dict[str, Any] = {"rank": rank, "peer": self.peer, "op": op, "epoch": self.epoch}
         elapsed = f"elapsed_s={self.elapsed_ns / 1e9:.3f}"
         if self.code == StatusLayout.CODE_MISMATCH:
@@ -53,7 +62,7 @@ class Failure:
             return PeerAbortedError(f"the wait was aborted, {elapsed}", **facts)
         return PeerTimeoutError(
             f"rank {self.peer} did not arrive in time: wanted epoch={self.epoch}, "
-            f"seen={self.seen_epoch}, {elapsed}; is it alive, and did it make the same call?",
+            f"seen={self.seen_epoch}, {elapsed}; {doubts(peer_state)}",
             wanted=self.epoch,
             seen=self.seen_epoch,
             elapsed_ns=self.elapsed_ns,

@@ -21,14 +21,14 @@ def own_mappings() -> list[str]:
 
 def release_kept() -> None:
     """Give back what groups kept for peers that might still come: the peers of a test are gone."""
-    from pcie_comm import group
+    from pcie_comm import closing
 
-    while group._kept:
-        channels, transports = group._kept.pop()
-        for channel in channels.values():
+    while closing._kept:
+        estate = closing._kept.pop()
+        for channel in estate.channels.values():
             channel.engine.close()
-        for transport in transports.values():
-            transport.free()
+        estate.watch.leave()
+        estate.free()
 
 
 def assert_none(before: Collection[str] = ()) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from launcher import run_threads
 from leaks import own_mappings
-from worlds import build_each, close_each, engine_of, on_each, pair_of, small
+from worlds import Held, build_each, close_each, engine_of, hook_waits, on_each, pair_of, small
 
 from pcie_comm import (
     BrokenError,
+    BusyError,
     ClosedError,
     InvalidArgumentError,
     MismatchError,
@@ -61,6 +64,25 @@ def test_lanes_go_in_other_orders_on_other_ranks():
         results = run_threads(on_lane, 4)
         assert results[0] == results[1] == [[0.0, 101.0]] * 50
         assert results[2] == results[3] == [[200.0, 301.0]] * 50
+
+
+def test_b07_a_second_thread_on_a_lane_is_refused_and_harms_nobody(monkeypatch):
+    """One call at a time: the second would take the epoch of the first."""
+    waiting = Held()
+    hook_waits(monkeypatch, before=lambda engine: waiting.open() if engine.rank == 0 else None)
+    first = []
+    with local_world(2, "cpu", config=small()) as world:
+        groups = world.groups
+        thread = threading.Thread(target=lambda: first.append(gathered(groups[0], 5.0)))
+        thread.start()
+        waiting.wait()
+        with pytest.raises(BusyError, match="give each thread a channel") as caught:
+            gathered(groups[0], 7.0)
+        assert (caught.value.rank, caught.value.op) == (0, "all_gather_pair")
+        assert gathered(groups[1], 6.0) == [5.0, 6.0]
+        thread.join(5)
+        assert first == [[5.0, 6.0]]
+        assert world.run(lambda group: gathered(group, group.rank)) == [[0.0, 1.0]] * 2
 
 
 def test_a_broken_lane_leaves_the_others_alone():

@@ -14,6 +14,7 @@ from pcie_comm.errors import (
     CudaError,
     InvalidArgumentError,
     MismatchError,
+    PeerDiedError,
     PeerError,
     PeerTimeoutError,
     UnsupportedError,
@@ -21,6 +22,7 @@ from pcie_comm.errors import (
 
 OWN_FACTS = {
     UnsupportedError: {"reason": "no P2P"},
+    PeerDiedError: {"exit_code": -9},
     MismatchError: {"values": {0: "push", 1: {"rows": 8}}},
     PeerTimeoutError: {"wanted": 7, "seen": 5, "elapsed_ns": 12_345},
     CudaError: {"name": "CUDA_ERROR_OUT_OF_MEMORY", "call": "cuMemAlloc"},

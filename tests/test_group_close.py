@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import subprocess
@@ -23,6 +22,7 @@ from pcie_comm import (
     CommWarning,
     InvalidArgumentError,
     PcieDcpGroup,
+    PeerAbortedError,
     PeerTimeoutError,
     local_world,
 )
@@ -79,25 +79,30 @@ def test_leaving_the_block_by_an_exception_closes_and_lets_it_pass():
         groups[0].check()
 
 
-def test_an_exception_is_not_hidden_by_a_peer_that_does_not_close():
-    groups = impatient(build_each([{}] * 2))
+def test_b14_an_exception_in_the_block_reaches_the_peers_and_is_not_hidden_by_them():
+    groups = build_each([{}] * 2)
+    started = time.monotonic()
     with pytest.raises(LookupError, match="mine"), groups[0]:
         raise LookupError("mine")
-    with pytest.raises(PeerTimeoutError):
-        groups[1].close()
-    assert len(own_mappings()) > 0, "slabs are kept for the peer's sake"
+    with pytest.raises(PeerAbortedError, match=r"by rank 0 .*left the block by LookupError: mine"):
+        groups[1].check()
+    groups[1].close()
+    assert time.monotonic() - started < 2.0
+    assert own_mappings() == []
 
 
-def test_close_without_the_peers_says_so_and_keeps_the_slabs():
+def test_close_without_the_peers_says_so_and_tells_them():
     groups = impatient(build_each([{}] * 2))
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError):
         groups[0].close()
     assert time.monotonic() - started < 2.0
     groups[0].close()
-    assert len(own_mappings()) == 4
-    with contextlib.suppress(PeerTimeoutError):
-        groups[1].close()
+    assert len(own_mappings()) == 2, "only the peer's"
+    with pytest.raises(PeerAbortedError, match=r"by rank 0 .*gave up after PeerTimeoutError"):
+        groups[1].check()
+    groups[1].close()
+    assert own_mappings() == []
 
 
 # --- B32: nobody closes --------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from pcie_comm import (
     MismatchError,
     PcieDcpGroup,
     PeerAbortedError,
-    PeerTimeoutError,
-    group,
+    PeerDiedError,
 )
 
 
@@ -78,19 +77,23 @@ def test_processes_agree_fail_together_and_return_the_same_bytes():
     assert len({digest for of_rank in digests for digest in of_rank}) == 1
 
 
+DEATH_AFTER_S = 0.5
+
+
 def die_after_three_calls(rank: int, world_size: int) -> float:
     """B08: rank 1 is killed; rank 0 makes call 4."""
-    group.CLOSE_TIMEOUT_S = 0.2
-    ranks = PcieDcpGroup(world_size, device="cpu", config=small(timeout_s=1.0))
+    ranks = PcieDcpGroup(world_size, device="cpu", config=small())
     for _ in range(3):
         ranks.all_gather_pair(*pair_of(1.0))
     if rank == 1:
+        time.sleep(DEATH_AFTER_S)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(PeerTimeoutError) as caught:
+    with pytest.raises(PeerDiedError) as caught:
         ranks.all_gather_pair(*pair_of(1.0))
     elapsed_s = time.monotonic() - started
-    assert (caught.value.peer, caught.value.epoch) == (1, 4)
+    assert (caught.value.peer, caught.value.epoch, caught.value.exit_code) == (1, 4, -9)
+    assert "rank 1 died: killed by SIGKILL" in str(caught.value)
     started = time.monotonic()
     with pytest.raises(BrokenError):
         ranks.all_gather_pair(*pair_of(1.0))
@@ -102,9 +105,10 @@ def die_after_three_calls(rank: int, world_size: int) -> float:
     return elapsed_s
 
 
-def test_b08_the_death_of_a_rank_ends_the_others_call_within_its_limit(capfd):
+def test_b08_the_death_of_a_rank_ends_the_others_call_at_once(capfd):
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(die_after_three_calls, 2)
     assert caught.value.reports == {1: "died with exit code -9"}
     elapsed_s = float(capfd.readouterr().out.rpartition("elapsed_s=")[2])
-    assert 1.0 <= elapsed_s < 2.0
+    # Within 0.1 s of the death, as tools/faults.py measures; here the machine may be busy.
+    assert DEATH_AFTER_S / 2 < elapsed_s < DEATH_AFTER_S + 1.0

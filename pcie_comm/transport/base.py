@@ -60,6 +60,9 @@ class Transport(ABC):
 
     name: str = ""
 
+    mappings_keep_memory: bool = False
+    """A peer's own mapping keeps a slab alive, so that `free` needs no proof from the caller."""
+
     def __init__(self, info: TransportInfo) -> None:
         self.info = info
 
@@ -94,7 +97,10 @@ class Transport(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give the own slab back. The caller proves that every peer has unmapped it."""
+        """Give the own slab back. The caller proves that every peer has unmapped it.
+
+        Without proof it may be called where `mappings_keep_memory`.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, object]:

@@ -14,6 +14,7 @@ class HostShmTransport(SlabTransport):
     """Each rank maps every rank's file for itself, also where two ranks share a process."""
 
     name = "host_shm"
+    mappings_keep_memory = True
 
     def __init__(self, info: TransportInfo) -> None:
         super().__init__(info)

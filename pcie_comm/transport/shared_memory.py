@@ -142,7 +142,11 @@ def _process_exists(pid: int) -> bool:
         return False
     except PermissionError:
         pass
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state not in "ZX"  # a process that ended, and that its parent has not waited for
 
 
 def _remove_if_unlocked(name: str) -> bool:

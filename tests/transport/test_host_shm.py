@@ -79,6 +79,14 @@ def test_name_of_a_dead_process_is_reclaimed(transport: HostShmTransport) -> Non
     assert not stale.exists()
 
 
+def test_name_of_a_process_that_nobody_has_waited_for_is_reclaimed() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is a zombie
+    stale = file_of(process.pid)
+    assert stale.name in remove_stale_files()
+    assert process.wait() == 0
+
+
 def test_names_of_the_living_stay() -> None:
     alive, locked = file_of(os.getpid()), file_of(dead_pid())
     other = SHM_DIR / f"pcie_comm.{dead_pid()}.not-a-slab"

@@ -1,0 +1,247 @@
+"""Watch: what a group knows of its ranks' lives, and how it tells them of its own end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ..agreement import agree
+from ..errors import CommError, PeerError, PeerTimeoutError, UnsupportedError
+from . import watchdog
+from .cause import Cause, Kind
+from .peer import Peer
+from .process import Process
+from .roll_call import Line, RollCall, State
+
+if TYPE_CHECKING:
+    from ..bootstrap import Bootstrap
+
+
+class Watch:
+    """One rank's watch over its peers.
+
+    The watchdog looks at the peers every few milliseconds. Once it has found a cause, that one
+    stays: `on_cause` is called with it, once, on the watchdog's thread or on that of `abort`.
+
+    Args:
+        rank: The own rank.
+        processes: The process of every rank.
+        roll_call: The group's page; owned from here on.
+        on_cause: Makes the rank's waits end. Must not wait, and must not refer to the group: a
+            group that is dropped must be collected.
+
+    Attributes:
+        cause: Why the group cannot go on, or None.
+        one_process: All ranks are threads of this process.
+        released: This rank addresses no peer's slab any more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        processes: Sequence[Process],
+        roll_call: RollCall,
+        on_cause: Callable[[Cause], None],
+    ) -> None:
+        self.rank = rank
+        self.cause: Cause | None = None
+        self.released = False
+        self.peers = {
+            peer: Peer(peer, rank, roll_call.line(peer), process)
+            for peer, process in enumerate(processes)
+            if peer != rank
+        }
+        self.one_process = not any(peer.foreign for peer in self.peers.values())
+        self._roll_call: RollCall | None = roll_call
+        self._own = roll_call.line(rank)
+        self._on_cause = on_cause
+        self._lock = threading.RLock()
+
+    def attend(self) -> None:
+        """Be present on the roll call, and look at the peers from now on."""
+        watchdog.add(self)
+        with self._lock:
+            if self._own.state == State.ABSENT:
+                self._own.say(State.PRESENT)
+
+    def hold_life_lock(self) -> None:
+        """Take the own life lock for the calling thread, the watchdog's."""
+        self._own.life_lock().hold()
+
+    def release_life_lock(self) -> None:
+        """Give the own life lock back, on the thread that took it."""
+        self._own.life_lock().release()
+
+    def look(self) -> None:
+        """Look at every peer once; called by the watchdog, and by ranks of this process."""
+        with self._lock:
+            if self._roll_call is None:
+                return
+            self._own.beat = (self._own.beat + 1) & 0xFFFF_FFFF
+            now = time.monotonic()
+            for peer in self.peers.values():
+                cause = peer.judge(now)
+                if cause is not None:
+                    self._declare(cause)
+            found = self.cause
+            if found is not None and found.kind == Kind.DIED and found.exit_code is None:
+                found.exit_code = self.peers[found.peer].exit_code()
+
+    def _declare(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+            if cause.peer != self.rank:
+                self._own.blame(cause)
+            self._on_cause(cause)
+
+    def abort(self, reason: str) -> None:
+        """Say that this rank comes to no further call; end its own waits and those of the peers.
+
+        Returns at once. Peers in other processes learn of it within a tick of their watchdog.
+        """
+        with self._lock:
+            if self._roll_call is None:
+                return
+            if self._own.state in (State.ABSENT, State.PRESENT):
+                self._own.say(State.ABORTED, reason)
+            self._declare(Cause(self.rank, Kind.ABORTED, reason))
+        watchdog.look_now()
+
+    def give_up(self, failure: CommError) -> None:
+        """Abort because of what a call or the set-up raised; name the rank that is to blame."""
+        with self._lock:
+            late = failure.peer if isinstance(failure, PeerTimeoutError) else None
+            if late is not None and self.cause is None:
+                self._own.blame(Cause(late, Kind.LATE))
+        self.abort(f"it gave up after {type(failure).__name__}: {failure}")
+
+    def exit(self) -> None:
+        """Say that the interpreter ends. Touches nothing but the own line."""
+        if self._roll_call is not None and self._own.state == State.PRESENT:
+            self._own.say(State.EXITED, "the interpreter ended without close()")
+
+    def error(self) -> PeerError | None:
+        """Return the cause as an error, or None."""
+        cause = self.cause
+        return None if cause is None else cause.error(self.rank)
+
+    def say_released(self) -> None:
+        """Say that this rank addresses no peer's slab any more."""
+        self.released = True
+        self._own.released = 1
+
+    def all_let_go(self) -> bool:
+        """Tell whether no peer can address this rank's slabs any more."""
+        return all(peer.let_go() for peer in self.peers.values())
+
+    def describe(self, peer: int) -> str:
+        """Say in words how a rank fares."""
+        return self.peers[peer].describe() if peer in self.peers else "this rank"
+
+    def retire(self) -> None:
+        """Look at the peers no longer, except in `all_let_go`. Idempotent.
+
+        Peers take a rank that did not abort for one that closed the group with them.
+        """
+        with self._lock:
+            self._on_cause = _ignore
+            if self._own.state != State.ABORTED:
+                self._own.say(State.LEFT)
+        watchdog.remove(self)  # without the lock: the watchdog's thread may wait for it
+
+    def forget_name(self) -> None:
+        """Remove the name of the roll call: every rank has mapped it."""
+        if self._roll_call is not None:
+            self._roll_call.unlink()
+
+    def leave(self) -> None:
+        """Retire, and unmap the roll call. Idempotent."""
+        self.retire()
+        self.forget_name()
+        with self._lock:
+            roll_call, self._roll_call = self._roll_call, None
+            if roll_call is None:
+                return
+            self._own = Line()  # of no page: a late abort changes nothing
+            for peer in self.peers.values():
+                peer.close()
+            roll_call.close()
+
+
+def _ignore(cause: Cause) -> None:
+    """What a watch does about a cause once its group is closed."""
+
+
+def open_watch(bootstrap: Bootstrap, on_cause: Callable[[Cause], None], timeout_s: float) -> Watch:
+    """Call the roll and start watching. Collective.
+
+    From here on the bootstrap's waits end when a peer dies or aborts.
+
+    Raises:
+        UnsupportedError: The ranks are on several hosts, or /dev/shm is missing or full.
+        InvalidArgumentError: The ranks do not share /dev/shm.
+        PeerAbortedError, PeerTimeoutError: As for every agreement.
+    """
+    rank = bootstrap.rank
+    pages: list[RollCall] = []
+
+    def introduce() -> bytes:
+        if rank == 0:
+            pages.append(RollCall.create(one_process=bootstrap.same_process))
+        name = pages[0].name if pages else ""
+        return json.dumps({"page": name, "process": asdict(Process.here())}).encode()
+
+    try:
+        records = agree(bootstrap, "roll call", introduce, timeout_s)
+        told = [json.loads(record) for record in records]
+        processes = [Process(**facts["process"]) for facts in told]
+        _check_one_host(processes, rank)
+        return _attend(
+            bootstrap,
+            lambda: Watch(
+                rank,
+                processes,
+                pages.pop() if pages else RollCall.attach(told[0]["page"], 0),
+                on_cause,
+            ),
+            timeout_s,
+        )
+    finally:
+        for page in pages:  # that no watch owns
+            page.unlink()
+            page.close()
+
+
+def _attend(bootstrap: Bootstrap, make: Callable[[], Watch], timeout_s: float) -> Watch:
+    """Make a watch on every rank, or on none. Collective."""
+    watches: list[Watch] = []
+
+    def attend() -> bytes:
+        watches.append(make())
+        watches[0].attend()
+        bootstrap.trouble = watches[0].error
+        return b""
+
+    try:
+        agree(bootstrap, "attending the roll call", attend, timeout_s)
+    except BaseException as error:
+        for watch in watches:
+            watch.abort(f"{type(error).__name__}: {error}")
+            watch.leave()
+        raise
+    watches[0].forget_name()
+    return watches[0]
+
+
+def _check_one_host(processes: Sequence[Process], rank: int) -> None:
+    hosts = {process.boot for process in processes}
+    if len(hosts) > 1:
+        raise UnsupportedError(
+            f"the ranks are on {len(hosts)} hosts; a group spans one host",
+            reason="ranks on several hosts",
+            rank=rank,
+        )

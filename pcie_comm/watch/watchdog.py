@@ -1,0 +1,141 @@
+"""The watchdog: one thread per process that looks at the peers of all its groups.
+
+It runs only while there is a group with ranks in other processes. Ranks that share a process need
+none: they look at each other when one of them aborts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+TICK_S = 0.02
+"""Pause between two looks. A death or an abort is noticed within it; 50 looks a second cost less
+than half a per cent of one core."""
+
+PATIENCE_S = 1.0
+"""Pause between two looks whether the watchdog's own thread lives; longest wait for its end."""
+
+
+class _Thread(threading.Thread):
+    """The watchdog's thread. It holds the life locks: a lock belongs to the thread that took it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="pcie_comm.watchdog", daemon=True)
+        self._jobs: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        # poll() on a descriptor takes half the time of Event.wait() with a timeout
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Look and sleep, until told to stop."""
+        sleep = select.poll()
+        sleep.register(self._wake, select.POLLIN)
+        try:
+            while not self._stopping:
+                if sleep.poll(1000 * TICK_S):
+                    os.eventfd_read(self._wake)
+                self._do_jobs()
+                look_now()
+        finally:  # a lock that is not given back would tell the peers that this process died
+            for watch in [w for w in _state.watches if not w.one_process]:
+                watch.release_life_lock()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            job, done = self._jobs.popleft()
+            job()
+            done.set()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have the thread do something, and wait until it is done, or the thread is."""
+        done = threading.Event()
+        self._jobs.append((job, done))
+        os.eventfd_write(self._wake, 1)
+        while not done.wait(PATIENCE_S) and self.is_alive():
+            pass
+
+    def stop(self) -> None:
+        """End the thread; wait for it, but not for ever."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self.join(PATIENCE_S)
+        if not self.is_alive():
+            os.close(self._wake)
+
+
+class _Watchdog:
+    """The watches of this process, and the thread while it is needed."""
+
+    def __init__(self) -> None:
+        self.changing = threading.Lock()
+        self.watches: list[Watch] = []
+        self.thread: _Thread | None = None
+
+
+_state = _Watchdog()
+
+
+def add(watch: Watch) -> None:
+    """Look at a watch's peers from now on."""
+    with _state.changing:
+        if not watch.one_process:
+            if _state.thread is None:
+                _state.thread = _Thread()
+                _state.thread.start()
+            _state.thread.do(watch.hold_life_lock)
+        _state.watches = [*_state.watches, watch]
+
+
+def remove(watch: Watch) -> None:
+    """Look at a watch's peers no longer. Idempotent."""
+    with _state.changing:
+        if watch not in _state.watches:
+            return
+        _state.watches = [other for other in _state.watches if other is not watch]
+        thread = _state.thread
+        if thread is not None and not watch.one_process:
+            thread.do(watch.release_life_lock)
+            if all(other.one_process for other in _state.watches):
+                _state.thread = None
+                thread.stop()
+
+
+def look_now() -> None:
+    """Let every watch of this process look at its peers."""
+    for watch in _state.watches:
+        watch.look()
+
+
+def watched() -> int:
+    """Return how many watches there are; for tests of what is left behind."""
+    return len(_state.watches)
+
+
+@atexit.register
+def _exit() -> None:
+    """Tell the peers at once, rather than when the interpreter is gone; then end the thread."""
+    for watch in _state.watches:
+        watch.exit()
+    thread, _state.thread = _state.thread, None
+    if thread is not None:
+        with suppress(RuntimeError):
+            thread.stop()
+
+
+def _forget() -> None:
+    """Start anew in a forked child: groups, their lines and their thread are the parent's."""
+    global _state
+    _state = _Watchdog()
+
+
+os.register_at_fork(after_in_child=_forget)
