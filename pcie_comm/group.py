@@ -168,9 +168,8 @@ class PcieDcpGroup(Collectives):
         engines: list[CudaEngine | HostEngine] = []
 
         def allocate() -> bytes:
-            return (
-                json.dumps({"channel": name}).encode() + b"\n" + transport.allocate(layout.nbytes)
-            )
+            named = json.dumps({"channel": name, "group": self._watch.group})
+            return named.encode() + b"\n" + transport.allocate(layout.nbytes)
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
@@ -179,7 +178,7 @@ class PcieDcpGroup(Collectives):
 
         try:
             records = agree(self._bootstrap, f"slab of channel {name!r}", allocate, timeout_s)
-            compare([record.partition(b"\n")[0] for record in records], "the channel's name")
+            compare([record.partition(b"\n")[0] for record in records], "the channel")
             agree(self._bootstrap, f"mapping of channel {name!r}", map_peers, timeout_s)
         except BaseException:
             for engine in engines:

@@ -77,7 +77,7 @@ def meet(
         return RankFacts.gather(resolved, contract).encode()
 
     records = agree(bootstrap, "introduction", introduce, config.setup_timeout_s)
-    facts = [RankFacts.decode(record) for record in records]
+    facts = [RankFacts.decode(record, peer) for peer, record in enumerate(records)]
     compare([json.dumps(fact.contract).encode() for fact in facts], "the group's settings")
     name, reason = _transport_for(transport, facts, one_process, own[0][0], bootstrap.rank)
     sharers = Counter(fact.device for fact in facts)
