@@ -128,7 +128,8 @@ class Config:
             raise _unusable("slot_nbytes", nbytes, remedy)
         if not _is_number(self.max_rows, int) or not 1 <= self.max_rows <= 65_536:
             raise _unusable("max_rows", self.max_rows, "give 1 to 65536 rows")
-        if self.protocol not in PROTOCOLS:
+        named: object = self.protocol
+        if not isinstance(named, str) or named not in PROTOCOLS:
             raise _unusable("protocol", self.protocol, f"choose one of {', '.join(PROTOCOLS)}")
         switched: object = self.overlap
         if not isinstance(switched, bool):

@@ -106,7 +106,14 @@ class PcieDcpGroup(Collectives):
         transport: str = "auto",
         config: Config | None = None,
     ) -> PcieDcpGroup:
-        """Build a rank's group over a rendezvous of one's own. Takes ownership of `bootstrap`."""
+        """Build a rank's group over a rendezvous of one's own. Takes ownership of `bootstrap`.
+
+        Raises:
+            InvalidArgumentError: No Bootstrap; and all that the constructor raises.
+        """
+        given: object = bootstrap
+        if not isinstance(given, Bootstrap):
+            raise InvalidArgumentError(f"bootstrap={given!r} is no Bootstrap; derive from it")
         group = cls.__new__(cls)
         group._closed = True
         group._start(bootstrap, device, transport, _settings(config))

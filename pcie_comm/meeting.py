@@ -63,7 +63,8 @@ def meet(
 
     def introduce() -> bytes:
         resolved = resolve_device(device)
-        if transport != "auto":
+        wanted: object = transport
+        if not isinstance(wanted, str) or wanted != "auto":
             load(transport)
         own.append((resolved, load_crossovers(config.policy_file)))
         contract = {

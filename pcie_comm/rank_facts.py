@@ -75,7 +75,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"device={device!r} is no torch device: {error}") from error
     if resolved.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device={device!r} is neither a CPU nor a CUDA device")

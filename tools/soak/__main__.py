@@ -111,7 +111,7 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
             revision = done.stdout.strip()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     return {
-        "command": f"python tools/soak {' '.join(sys.argv[1:])}",
+        "options": {k: str(v) for k, v in vars(options).items() if k not in ("out", "kernels")},
         "revision": revision,
         "torch": torch.__version__,
         "device": device,
