@@ -26,7 +26,7 @@ ROWS = (1, 2, 8, 33)
 REPLAYED, EAGER = 40, 8
 """Rounds of each batch in a lap."""
 
-GRAPH_CALLS = 100
+GRAPH_CALLS = 32
 COPIES, COPY_NBYTES = 64, 4 << 20
 LONGEST_PAUSE = 100_000
 """Cycles; 50 µs or so."""
