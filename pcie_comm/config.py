@@ -168,6 +168,12 @@ class LaunchEnvironment:
         )
 
 
+def cuda_visibility() -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, each if it is set."""
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def named_revision() -> str:
     """Return the source revision that a build or a copy without git is told, or nothing."""
     return os.environ.get("PCIE_COMM_REVISION", "")

@@ -55,7 +55,7 @@ def from_json(text: str, source: str) -> Host:
     return host
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 

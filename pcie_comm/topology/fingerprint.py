@@ -63,7 +63,7 @@ def _digest(fact: Any) -> str | None:
 
 
 def changed_parts(then: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
-    """Return the parts that both know and that differ; `identity` if neither essential is shared."""
+    """Return the parts that both know and that differ; `identity` if no essential is shared."""
     shared = [name for name in then if then[name] is not None and now.get(name) is not None]
     if not set(shared) & set(ESSENTIAL):
         return ("identity",)

@@ -1,8 +1,8 @@
 """The record of a host. Frozen values; what is not known is None, and says why.
 
 Every class with fields that may be None is a `Record`: its `unknown` maps the name of a None field
-to the reason, and the key `*` gives the reason of all the others. A None without a reason is
-refused at construction, so that a reader cannot turn ignorance into a value.
+to the reason. The key `*` may be given as the reason of all None fields that have none of
+their own. A None without a reason is refused, so that no reader turns ignorance into a value.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ class Record:
     """
 
     def __post_init__(self) -> None:
-        reasons: Reasons = getattr(self, "unknown", {})
+        given: Reasons = getattr(self, "unknown", {})
+        reasons = {}
         for item in fields(self):
-            if getattr(self, item.name) is None and not {item.name, ANY} & set(reasons):
-                raise ValueError(f"{type(self).__name__}.{item.name} is None without a reason")
+            if getattr(self, item.name) is None:
+                reasons[item.name] = given.get(item.name) or given.get(ANY) or ""
+                if not reasons[item.name]:
+                    raise ValueError(f"{type(self).__name__}.{item.name}: None without a reason")
+        if hasattr(self, "unknown"):
+            object.__setattr__(self, "unknown", reasons)
 
     def why(self, name: str) -> str:
         """Return why a field is None, or nothing where it is known."""
-        if getattr(self, name) is not None:
-            return ""
         reasons: Reasons = getattr(self, "unknown", {})
-        return reasons.get(name) or reasons[ANY]
+        return reasons.get(name, "")
 
 
 def _reasons() -> Reasons:
@@ -290,8 +293,7 @@ class System(Record):
         container: `none`, or the kind.
         virtual_machine: `none`, or the kind.
         driver: Version of the NVIDIA driver.
-        visible_devices: CUDA_VISIBLE_DEVICES; nothing if it is not set.
-        device_order: CUDA_DEVICE_ORDER; nothing if it is not set.
+        environment: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, each if it is set.
     """
 
     hostname: str | None = None
@@ -304,8 +306,7 @@ class System(Record):
     container: str | None = None
     virtual_machine: str | None = None
     driver: str | None = None
-    visible_devices: str | None = None
-    device_order: str | None = None
+    environment: Mapping[str, str] | None = None
     unknown: Reasons = field(default_factory=_reasons)
 
 

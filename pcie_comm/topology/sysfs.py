@@ -28,7 +28,7 @@ from .model import (
 
 MEMORY_RESOURCE = 0x200
 BAR_COUNT = 6
-LONGEST_FILE = 4096
+MOST_NBYTES = 1 << 16
 _SPEED = re.compile(r"([0-9.]+) GT/s")
 _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
@@ -53,7 +53,7 @@ class Sysfs:
         """Return the first bytes of a file, None if it cannot be read."""
         try:
             with self.root.joinpath(*parts).open("rb") as file:
-                return file.read(LONGEST_FILE)
+                return file.read(MOST_NBYTES)
         except OSError:
             return None
 
@@ -201,7 +201,7 @@ def _role(
 
 def role_by_depth(name: str, parents: Mapping[str, str]) -> str:
     """Return the role that a PCI bridge has by its place below the root."""
-    depth, above = 0, parents.get(name)
+    depth, above = 0, parents[name]
     while above in parents:
         depth, above = depth + 1, parents[above]
     return ROOT_PORT if depth == 0 else (DOWNSTREAM, UPSTREAM)[depth % 2]

@@ -24,7 +24,7 @@ _TOKEN = re.compile(
 _TEXT = re.compile(r"\s{2}(?=[A-Za-z])")
 _ROOT = re.compile(r"^(?:-\+-|-|\s\+-|\s\\-)\[(?:[0-9a-f]{4,5}:)?[0-9a-f]{2}\]")
 _GPU_NAME = re.compile(
-    r"NVIDIA Corporation (?!.*(?:Audio|USB|UCSI|Bridge|NVSwitch))|AMD/ATI\] ?(?!.*Audio)|AMD/ATI (?!.*Audio)"
+    r"NVIDIA Corporation (?!.*(?:Audio|USB|UCSI|Bridge|NVSwitch))|AMD/ATI\]? (?!.*Audio)"
 )
 
 

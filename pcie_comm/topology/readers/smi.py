@@ -119,7 +119,7 @@ def _matrix(table: _Table) -> LabelMatrix:
 
 
 def _pairs(names: tuple[str, ...], tables: list[_Table]) -> tuple[Pair, ...]:
-    """Return the status of each ordered pair: that of the first matrix, if they do not say of what."""
+    """Return the status of each ordered pair in the first matrix; none says of what it is."""
     rows = tables[0].rows
     found = []
     for source in names:
