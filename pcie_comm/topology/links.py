@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from .model import ROOT_COMPLEX, Host, PciNode
 
-
 Number = TypeVar("Number", int, float)
 
 

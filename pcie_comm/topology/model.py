@@ -130,7 +130,8 @@ class PciNode(Record):
         address: `0000:3b:00.0`; of a root complex `pci0000:3a`.
         parent: Address of the node above; None for a root complex.
         role: One of ROLES.
-        virtual: It exists in firmware only: a switch that was cut in parts, or a placeholder.
+        virtual: Its name or address says so: a placeholder, or a port of a chip that may hold
+            several switches.
         vendor: Four hexadecimal digits, likewise device.
         class_code: Six hexadecimal digits.
         name: In words.
