@@ -29,8 +29,7 @@ def to_nccl_xml(host: Host) -> str:
             if node.address not in placed:
                 placed[node.address] = ElementTree.SubElement(above, "pci", _facts(host, node))
             above = placed[node.address]
-        number = gpu.ordinal if gpu.ordinal is not None else gpu.nvml_index
-        facts = {} if number is None else {"dev": str(number)}
+        facts = {} if gpu.nvml_index is None else {"dev": str(gpu.nvml_index)}
         ElementTree.SubElement(above, "gpu", facts)
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="unicode") + "\n"

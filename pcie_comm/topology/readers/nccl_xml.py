@@ -96,21 +96,26 @@ def _link(item: ElementTree.Element) -> Link | None:
 
 
 def _gpus(found: list[tuple[PciNode, ElementTree.Element]]) -> tuple[Gpu, ...]:
+    """Return the GPUs, by their `dev` if all have it, else as they stand in the file."""
     gpus = [
         (node, item.find("gpu"))
         for node, item in found
         if item.find("gpu") is not None or (node.class_code or "").startswith("03")
     ]
+    indices = [None if own is None else _number(own.get("dev")) for _, own in gpus]
+    numbered = list(zip(gpus, indices, strict=True))
+    if None not in indices:
+        numbered.sort(key=lambda item: item[1] or 0)
     return tuple(
         Gpu(
             name=f"GPU{index}",
-            nvml_index=None if own is None else _number(own.get("dev")),
+            nvml_index=number,
             address=node.address,
             numa_node=node.numa_node,
             link=node.link,
             unknown={ANY: ABSENT},
         )
-        for index, (node, own) in enumerate(gpus)
+        for index, ((node, _), number) in enumerate(numbered)
     )
 
 
