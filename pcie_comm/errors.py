@@ -78,7 +78,7 @@ class ClosedError(CommError):
 
 
 class BusyError(CommError):
-    """The channel is in use by another stream or graph."""
+    """The channel is in use by another thread, stream or graph."""
 
 
 class BrokenError(CommError):

@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("busy machine", deadline=None)  # pytest-timeout bounds a test
+settings.load_profile("busy machine")
 
 DEVICES_NEEDED = {"gpu": 1, "gpu2": 2, "gpu4": 4}
 REASONS = pytest.StashKey[Counter[str]]()

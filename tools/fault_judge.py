@@ -79,7 +79,8 @@ def judge_error(outcome: Outcome, report: Report, fault_ns: int) -> None:
         return
     codes = {"kill": -9, "exit": plan.exit_code}
     code = codes.get(plan.kind) if wanted == "PeerDiedError" else None
-    if report.exit_code != code and not (plan.orderly and report.exit_code is None):
+    late = plan.orderly or code == 0  # told before the process is gone, or no different then
+    if report.exit_code != code and not (late and report.exit_code is None):
         outcome.faults.append(f"rank {report.rank} reports exit_code={report.exit_code}")
     delay_s = (report.at_ns - fault_ns) / 1e9
     outcome.delays_s.append(delay_s)

@@ -215,6 +215,27 @@ def files_left() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob("pcie_comm.*")]
 
 
+def revision() -> str:
+    """Return the revision of the tree, where git knows it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+    return ""
+
+
+def brief(outcome: Outcome) -> dict[str, object]:
+    """Return a round without what is the same in all of them."""
+    told = asdict(outcome)
+    for name in ("clock", "device", "transport", "timeout_s", "setup_timeout_s", "ballast_nbytes"):
+        del told["plan"][name]
+    told["reports"] = [
+        {name: value for name, value in report.items() if value not in ("", None, 0, {})}
+        for report in told["reports"]
+    ]
+    return told
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -242,9 +263,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(facts))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        told = {key: str(value) for key, value in vars(options).items()}
-        rounds = [asdict(outcome) for outcome in outcomes]
-        options.out.write_text(json.dumps({"options": told, **facts, "rounds": rounds}, indent=1))
+        told = {key: str(value) for key, value in vars(options).items() if key != "out"}
+        told["revision"] = revision()
+        lines = [json.dumps(brief(outcome)) for outcome in outcomes]
+        head = json.dumps({"options": told, **facts})[:-1]
+        options.out.write_text(head + ', "rounds": [\n' + ",\n".join(lines) + "\n]}\n")
     return 0 if facts["good"] == len(outcomes) and not facts["files_left"] else 1
 
 

@@ -4,15 +4,18 @@ Usage: python tools/gpu_test.py --out build/gpu_report.json
 
 Exit code: that of the tests, or of the benchmark if they passed and one of its outputs was wrong.
 The report holds the environment, every test's outcome, the figures that tests recorded, and the
-report of the benchmark.
+report of the benchmark. It is written anew after every step, so that a run that is cut short keeps
+what it has shown; `complete` says whether it came to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,18 +25,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TEST_LIMIT_S = 450
+LIMIT_S = 530
 TIMED_OUT = 124
+INTERRUPT_S = 15
+"""Grace of a part that ran out of time: pytest then still writes what it knows."""
 
 PARTS = (
     ("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"),
-    ("tests/gpu/test_exact.py",),
-    ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
     ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
     ("tests/transport",),
+    ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
+    ("tests/gpu/test_exact.py",),
 )
 """Test files that run in one process; `check_parts` sees to it that none is left out."""
-BENCH_LIMIT_S = 80
+BENCH_LIMIT_S = 100
 
 
 def output_of(*command: str) -> str:
@@ -74,29 +79,102 @@ def check_parts() -> None:
         raise SystemExit(f"add to PARTS in tools/gpu_test.py: {sorted(missing)}")
 
 
-def run_part(
-    paths: tuple[str, ...], folder: Path, limit_s: float
-) -> tuple[int, list[dict[str, Any]]]:
-    """Run some test files in a process of their own; return exit code and outcomes.
+class Run:
+    """One run: what it has found so far, and the file that holds it.
 
-    A fault on the device ends a process's use of it, so it must not end the other parts.
+    Args:
+        out: The report.
+        folder: For files of the parts.
+        limit_s: Seconds for everything.
     """
-    junit = folder / "junit.xml"
-    junit.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-rs", *paths]
-    variables = {
-        **os.environ,
-        "PCIE_COMM_TEST_FIGURES": str(folder / "figures.jsonl"),
-        "PYTHONUNBUFFERED": "1",
-    }
-    try:
-        code = subprocess.call(
-            [*command, f"--junit-xml={junit}"], cwd=ROOT, env=variables, timeout=max(limit_s, 1)
+
+    def __init__(self, out: Path, folder: Path, limit_s: float) -> None:
+        self.out = out
+        self.folder = folder
+        self.started = time.monotonic()
+        self.limit_s = limit_s
+        self.report: dict[str, Any] = {
+            "complete": False,
+            "environment": environment(),
+            "exit_code": 0,
+            "counts": {},
+            "parts": {},
+            "tests": [],
+            "figures": [],
+        }
+
+    def left_s(self) -> float:
+        """Return the seconds that are left."""
+        return max(1.0, self.limit_s - (time.monotonic() - self.started))
+
+    def save(self) -> None:
+        """Write the report as it stands, replacing an older one in one step."""
+        self.report["seconds"] = round(time.monotonic() - self.started, 1)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.out.with_name(f"{self.out.name}.part")
+        beside.write_text(json.dumps(self.report, indent=1))
+        beside.replace(self.out)
+
+    def call(self, command: list[str], limit_s: float, **variables: str) -> int:
+        """Run a command; return its exit code, TIMED_OUT if it did not end in time.
+
+        It is interrupted before it is killed: pytest and the benchmark then write what they know.
+        """
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables})
+        try:
+            return process.wait(min(limit_s, self.left_s()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPT_S)
+            return TIMED_OUT
+        finally:
+            process.kill()
+            process.wait()
+
+    def test(self, paths: tuple[str, ...]) -> None:
+        """Run some test files in a process of their own; note outcomes and figures.
+
+        A fault on the device ends a process's use of it, so it must not end the other parts.
+        """
+        junit, figures = self.folder / "junit.xml", self.folder / "figures.jsonl"
+        for file in (junit, figures):
+            file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-rs"]
+        code = self.call(
+            [*command, *paths, f"--junit-xml={junit}"],
+            self.limit_s,
+            PCIE_COMM_TEST_FIGURES=str(figures),
+            PYTHONUNBUFFERED="1",
         )
-    except subprocess.TimeoutExpired:
-        code = TIMED_OUT
+        outcomes = read_outcomes(junit)
+        lines = figures.read_text().splitlines() if figures.exists() else []
+        counts = self.report["counts"]
+        for outcome in outcomes:
+            counts[outcome["outcome"]] = counts.get(outcome["outcome"], 0) + 1
+        self.report["parts"][" ".join(paths)] = {"exit_code": code, "tests": len(outcomes)}
+        self.report["tests"] += outcomes
+        self.report["figures"] += [json.loads(line) for line in lines]
+        self.report["exit_code"] = self.report["exit_code"] or code
+        print(f"{' '.join(paths)}: exit code {code}, {len(outcomes)} tests", flush=True)
+        self.save()
+
+    def bench(self) -> None:
+        """Run the short benchmark; note its report, as far as it came, and its exit code."""
+        out = self.folder / "bench.json"
+        command = [sys.executable, "-m", "pcie_comm.bench", "--short", "--out", str(out)]
+        code = self.call(command, BENCH_LIMIT_S)
+        found = json.loads(out.read_text()) if out.exists() else {}
+        self.report["bench"] = {"exit_code": code, **found}
+        self.save()
+
+
+def read_outcomes(junit: Path) -> list[dict[str, Any]]:
+    """Return name, outcome and seconds of every test in a JUnit file; none without a file."""
     outcomes = []
     for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
+        if not case.get("classname"):
+            continue  # what was interrupted
         bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         outcomes.append(
             {
@@ -105,59 +183,34 @@ def run_part(
                 "seconds": float(case.get("time", 0)),
             }
         )
-    return code, outcomes
-
-
-def run_tests(
-    folder: Path, limit_s: float
-) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run all parts; return the first bad exit code, the outcomes and the figures."""
-    deadline = time.monotonic() + limit_s
-    code, outcomes = 0, []
-    for paths in PARTS:
-        part_code, part = run_part(paths, folder, deadline - time.monotonic())
-        print(f"{' '.join(paths)}: exit code {part_code}, {len(part)} tests", flush=True)
-        code = code or part_code
-        outcomes += part
-    figures = folder / "figures.jsonl"
-    lines = figures.read_text().splitlines() if figures.exists() else []
-    return code, outcomes, [json.loads(line) for line in lines]
-
-
-def run_bench(folder: Path) -> dict[str, Any]:
-    """Run the short benchmark; return its report, as far as it came, and its exit code."""
-    out = folder / "bench.json"
-    command = [sys.executable, "-m", "pcie_comm.bench", "--short", "--out", str(out)]
-    try:
-        code = subprocess.call(command, cwd=ROOT, timeout=BENCH_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        code = TIMED_OUT
-    report = json.loads(out.read_text()) if out.exists() else {}
-    return {"exit_code": code, **report}
+    return outcomes
 
 
 def main() -> int:
-    """Run everything; return the exit code of the tests."""
+    """Run everything; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_report.json")
-    parser.add_argument("--limit", type=float, default=TEST_LIMIT_S, help="seconds for the tests")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything")
     arguments = parser.parse_args()
     check_parts()
-    started = time.monotonic()
-    report: dict[str, Any] = {"environment": environment()}
     with tempfile.TemporaryDirectory() as name:
-        code, outcomes, figures = run_tests(Path(name), arguments.limit)
-        counts: dict[str, int] = {}
-        for outcome in outcomes:
-            counts[outcome["outcome"]] = counts.get(outcome["outcome"], 0) + 1
-        report |= {"exit_code": code, "counts": counts, "tests": outcomes, "figures": figures}
-        report["bench"] = run_bench(Path(name))
-    report["environment"]["nvidia_smi_after"] = environment()["nvidia_smi"]
-    report["seconds"] = round(time.monotonic() - started, 1)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1))
-    print(f"{counts} in {report['seconds']} s; report: {arguments.out}")
-    return code or int(report["bench"]["exit_code"] == 1)
+        run = Run(arguments.out, Path(name), arguments.limit)
+        run.save()
+        run.test(PARTS[0])
+        run.bench()
+        for paths in PARTS[1:]:
+            run.test(paths)
+        report = run.report
+        report["environment"]["nvidia_smi_after"] = environment()["nvidia_smi"]
+        timed_out = [
+            name for name, part in report["parts"].items() if part["exit_code"] == TIMED_OUT
+        ]
+        report["complete"] = not timed_out and report["bench"].get("complete", False)
+        run.save()
+    print(f"{report['counts']} in {report['seconds']} s; report: {arguments.out}")
+    if not report["complete"]:
+        print(f"not complete: {', '.join(timed_out) or 'the benchmark'}")
+    return int(report["exit_code"] or report["bench"]["exit_code"] == 1)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ ON_CPU = Options(
     cold=False,
 )
 SHORTER: dict[str, Any] = {
-    "operations": (FUSED, ROUTER),
+    "operations": (FUSED, PAIR, ROUTER),
     "rows": (1, 8),
     "protocols": ("tagged", "push"),
     "samples": 11,

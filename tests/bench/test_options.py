@@ -65,7 +65,7 @@ def test_what_is_given_stays_whatever_the_device():
 
 def test_a_short_run_is_shorter_and_still_takes_options():
     short = parse(["--short"]).settled(on_gpu=True)
-    assert short.operations == (FUSED, ROUTER)
+    assert short.operations == (FUSED, PAIR, ROUTER)
     assert (short.samples, short.cold, short.ranks) == (11, False, (2, 4, 8, 16))
     assert parse(["--short", "--samples", "3"]).settled(on_gpu=True).samples == 3
     assert parse(["--short", "--cold"]).settled(on_gpu=True).cold is True

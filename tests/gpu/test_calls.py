@@ -28,6 +28,9 @@ from pcie_comm import (
 pytestmark = pytest.mark.gpu
 
 KIMI_OP = "all_gather_pair_kimi_topk"
+TRANSPORTS = ["cuda_local", "host_pinned"]
+"""In host memory block 0 looks at the flags for the others; rows enough for several blocks."""
+
 FAST = Config(timeout_s=1.0)
 
 
@@ -106,10 +109,11 @@ def test_channels_are_independent_lanes():
         assert second.mismatches() == 0
 
 
-def test_a_missing_peer_ends_in_a_timeout_that_names_it():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_missing_peer_ends_in_a_timeout_that_names_it(transport):
     """The launch ends by itself, later calls fail at once, the context lives on."""
-    with local_world(2, harness.DEVICE, config=FAST) as world:
-        batch = harness.make_batch("all_gather_pair", 2, 2, 1)
+    with local_world(2, harness.DEVICE, transport, config=FAST) as world:
+        batch = harness.make_batch("all_gather_pair", 2, 2, 32)
         for group in world.groups:
             group.prepare("all_gather_pair")
         torch.cuda.synchronize()
@@ -133,8 +137,9 @@ def test_a_missing_peer_ends_in_a_timeout_that_names_it():
         assert torch.ones(4, device="cuda").sum().item() == 4
 
 
-def test_different_ops_are_a_mismatch_on_both():
-    with local_world(2, harness.DEVICE, config=Config(timeout_s=5)) as world:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_different_ops_are_a_mismatch_on_both(transport):
+    with local_world(2, harness.DEVICE, transport, config=Config(timeout_s=5)) as world:
         pair = harness.make_batch("all_gather_pair", 1, 2, 1)
         heads = harness.make_batch("all_gather_heads", 1, 2, 1)
         for group in world.groups:
@@ -172,8 +177,9 @@ def test_b36_different_rows_are_a_mismatch(rows_0, rows_1):
                 group.check()
 
 
-def test_abort_ends_a_wait_at_once():
-    with local_world(2, harness.DEVICE, config=Config(timeout_s=20)) as world:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_abort_ends_a_wait_at_once(transport):
+    with local_world(2, harness.DEVICE, transport, config=Config(timeout_s=20)) as world:
         batch = harness.make_batch("all_gather_pair", 1, 2, 1)
         world.groups[0].prepare("all_gather_pair")
         torch.cuda.synchronize()

@@ -111,7 +111,7 @@ def test_a_process_that_ends_or_becomes_another_program_abandons_its_lock(page, 
 
 def test_the_lock_shows_a_death_long_before_a_large_process_is_gone(page, hold):
     """What a pidfd alone would miss: its process is still being taken down."""
-    process = hold(ballast_mb=500)
+    process = hold(int(os.environ.get("PCIE_COMM_TEST_BALLAST_MB", "500")))
     descriptor = os.pidfd_open(process.pid)
     started = time.monotonic()
     process.kill()
