@@ -7,7 +7,7 @@ or after a change, it is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,18 @@ class Advice:
         found = (veto for veto in self.vetoes if (veto.source, veto.target) == (source, target))
         return next((veto.reason for veto in found), None)
 
+    def veto_among(self, devices: Iterable[str]) -> str | None:
+        """Return why GPUs must not use peer access with each other; None if they may.
+
+        Args:
+            devices: UUIDs as CUDA has them, 32 hexadecimal digits.
+        """
+        present = set(devices)
+        for veto in self.vetoes:
+            if {_digits(veto.source), _digits(veto.target)} <= present:
+                return f"{self.source} vetoes {veto.source} -> {veto.target}: {veto.reason}"
+        return None
+
     def to_json(self) -> str:
         """Return the file's text."""
         data: dict[str, Any] = {"format": FORMAT}
@@ -75,6 +87,10 @@ class Advice:
                 data[item.name] = getattr(self, item.name)
         data["vetoes"] = [veto.__dict__ for veto in self.vetoes]
         return json.dumps(data, indent=1) + "\n"
+
+
+def _digits(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").replace("-", "").lower()
 
 
 def advise(host: Host, count: int | None = None) -> Advice:

@@ -95,7 +95,7 @@ class FakeHost:
                     self._gpu(top, folder, f"{bus:02x}:{slot + 4:02x}.0", child, (root, at, ()))
                 else:
                     port = f"{bus:02x}:{slot + 1:02x}.1"
-                    inner = self._device(top, folder, port, 0x4, root.numa, acs=1)
+                    inner = self._device(top, folder, port, (0x4, root.numa), acs=1)
                     self._below(top, inner, child, (root, at, ()))
             self._bus += 1
         return top
@@ -128,7 +128,7 @@ class FakeHost:
         if isinstance(child, Gpu):
             self._gpu(top, folder, f"{bus:02x}:00.0", child, place)
             return
-        upstream = self._device(top, folder, f"{bus:02x}:00.0", 0x5, root.numa, width=child.width)
+        upstream = self._device(top, folder, f"{bus:02x}:00.0", (0x5, root.numa), width=child.width)
         self._bus += 1
         inner = self._bus
         deeper = (root, at, (*trail, next(self._switches)))
@@ -136,7 +136,7 @@ class FakeHost:
             speed = item.port_speed if isinstance(item, Gpu) else 32.0
             name = f"{inner:02x}:{slot:02x}.0"
             port = self._device(
-                top, upstream, name, 0x6, root.numa, acs=child.acs, speeds=(speed, speed)
+                top, upstream, name, (0x6, root.numa), acs=child.acs, speeds=(speed, speed)
             )
             self._below(top, port, item, deeper)
 
@@ -146,7 +146,7 @@ class FakeHost:
         gpu.trail, gpu.numa, gpu.root = trail, root.numa, at
         self.gpus.append(gpu)
         speeds = (gpu.speed, gpu.max_speed)
-        inner = self._device(top, folder, name, 0x1, root.numa, speeds=speeds, width=gpu.width)
+        inner = self._device(top, folder, name, (0x1, root.numa), speeds=speeds, width=gpu.width)
         (inner / "max_link_width").write_text(f"{gpu.max_width}\n")
         start, end = 0x7B000000000, 0x7B000000000 + gpu.bar1 - 1
         (inner / "resource").write_text(
@@ -164,13 +164,13 @@ class FakeHost:
         top: Path,
         above: Path,
         name: str,
-        kind: int,
-        numa: int,
+        kind_numa: tuple[int, int],
         *,
         acs: int | None = None,
         speeds: tuple[float, float] = (32.0, 32.0),
         width: int = 16,
     ) -> Path:
+        kind, numa = kind_numa
         folder = above / f"0000:{name}"
         folder.mkdir()
         bridge = kind in (0x4, 0x5, 0x6)
