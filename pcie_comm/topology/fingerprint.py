@@ -52,7 +52,7 @@ def _tree(host: Host, fact: Any) -> Any:
         node.address: node for gpu in host.gpus or () for node in host.path(gpu.address)
     }
     rows = [[address, fact(node)] for address, node in sorted(above.items())]
-    return rows if any(row[1] for row in rows) else None
+    return rows if any(row[1] is not None for row in rows) else None
 
 
 def _digest(fact: Any) -> str | None:

@@ -10,6 +10,9 @@ from .finding import ERROR, INFO, WARNING, Case, Finding, Outcome
 from .host_rules import NCCL_TROUBLES
 
 REDIRECTS = ("ReqRedir", "CmpltRedir")
+HARMLESS = ("UnsupReq", "AdvNonFatalErr")
+"""Status bits that probing for devices sets on healthy links."""
+
 PCIE = "PCI Express Base Specification"
 SWITCH_NOTE = "docs/topology.md, what labels do not say"
 
@@ -232,7 +235,7 @@ def link_errors(case: Case) -> Outcome:
             else {"correctable": aer.correctable, "nonfatal": aer.nonfatal, "fatal": aer.fatal}
         )
         seen = {kind: dict(errors) for kind, errors in counts.items() if errors}
-        status = () if aer is None else tuple(b for b in aer.status or () if b != "UnsupReq")
+        status = () if aer is None else tuple(b for b in aer.status or () if b not in HARMLESS)
         if seen or status:
             severe = bool(seen.get("nonfatal") or seen.get("fatal"))
             found.append(_errors(node.address, seen, status, severe))
