@@ -27,6 +27,9 @@ LABELS = ("X", "PIX", "PXB", "PHB", "NODE", "SYS")
 P2P_KINDS = ("read", "write", "nvlink", "atomics", "prop")
 """The five questions of NVML's P2P status, and of `nvidia-smi topo -p2p r|w|n|a|p`."""
 
+MOST_CPUS = 1 << 16
+"""CPU numbers end below it; Linux has at most 8192."""
+
 ANY = "*"
 Reasons = Mapping[str, str]
 
@@ -363,11 +366,18 @@ def unknown_system(reason: str) -> System:
 
 
 def expand_ranges(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list of ranges such as `0-3,8`. Raises ValueError for others."""
+    """Return the numbers of a list of ranges such as `0-3,8`.
+
+    Raises:
+        ValueError: It is no such list, or has a number from MOST_CPUS on.
+    """
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        numbers.extend(range(int(first), int(last or first) + 1))
+        start, end = int(first), int(last or first)
+        if not 0 <= start <= end < MOST_CPUS:
+            raise ValueError(f"{part} is no range of numbers below {MOST_CPUS}")
+        numbers.extend(range(start, end + 1))
     return tuple(numbers)
 
 

@@ -6,6 +6,7 @@ have none. What is not known is left out, and NCCL finds it out itself.
 
 from __future__ import annotations
 
+import contextlib
 import xml.etree.ElementTree as ElementTree
 
 from .links import ceiling
@@ -47,7 +48,8 @@ def _cpu(
         cpus[name] = ElementTree.SubElement(top, "cpu", {"numaid": name})
         own = next((node for node in host.system.numa or () if node.index == numa), None)
         if own is not None and own.cpus is not None:
-            cpus[name].set("affinity", _mask(expand_ranges(own.cpus)))
+            with contextlib.suppress(ValueError):  # a damaged text; NCCL finds the mask itself
+                cpus[name].set("affinity", _mask(expand_ranges(own.cpus)))
     return cpus[name]
 
 

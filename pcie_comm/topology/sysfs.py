@@ -200,9 +200,12 @@ def _role(
 
 
 def role_by_depth(name: str, parents: Mapping[str, str]) -> str:
-    """Return the role that a PCI bridge has by its place below the root."""
+    """Return the role that a PCI bridge has by its place below the root.
+
+    A text that was damaged may have a loop in its tree, which ends the way up.
+    """
     depth, above = 0, parents[name]
-    while above in parents:
+    while above in parents and depth < len(parents):
         depth, above = depth + 1, parents[above]
     return ROOT_PORT if depth == 0 else (DOWNSTREAM, UPSTREAM)[depth % 2]
 

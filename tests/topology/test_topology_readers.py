@@ -23,6 +23,8 @@ from topology_texts import (
 from pcie_comm.errors import InvalidArgumentError
 from pcie_comm.topology.collect import from_path
 from pcie_comm.topology.labels import derived_matrix
+from pcie_comm.topology.model import expand_ranges
+from pcie_comm.topology.nccl_export import to_nccl_xml
 from pcie_comm.topology.readers import read_file, read_text, recognise
 
 TEXTS = {
@@ -110,6 +112,22 @@ def test_lspci_tree():
     labels = derived_matrix(host)
     assert labels.get("GPU0", "GPU1") == "PIX"
     assert labels.get("GPU0", "GPU2") is None  # no NUMA nodes in it
+
+
+def test_a_damaged_tree_with_a_loop_ends():
+    """Found by changing texts at random: a device that is below itself."""
+    text = "-+-[0000:00]-+-01.0-[01]----00.0-[02]----00.0-[01]----00.0-[02]----00.0\n"
+    host = read_text(text, "a file")
+    assert all(host.path(node.address) for node in host.nodes)
+
+
+def test_masks_and_ranges_have_a_limit():
+    with pytest.raises(ValueError, match="is no range"):
+        expand_ranges("0-9999999999")
+    host = read_text(NCCL_XML.replace("00ff00ff", "f" * 100_000), "a file")
+    assert host.system.numa[0].cpus is None
+    host = read_text(NUMACTL.replace("0 1 4 5", "9999999999"), "a file")
+    assert to_nccl_xml(host)
 
 
 def test_nccl_xml():

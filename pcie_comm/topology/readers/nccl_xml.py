@@ -6,12 +6,25 @@ root ports are not in it, so that PHB and NODE cannot be told apart.
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
 from ...errors import InvalidArgumentError
 from ..address import normalise
-from ..model import ANY, ENDPOINT, SWITCH, Gpu, Host, Link, NumaNode, PciNode, System, to_ranges
+from ..model import (
+    ANY,
+    ENDPOINT,
+    MOST_CPUS,
+    SWITCH,
+    Gpu,
+    Host,
+    Link,
+    NumaNode,
+    PciNode,
+    System,
+    to_ranges,
+)
 from ..sysfs import parse_speed
 
 KIND = "NCCL topology XML"
@@ -130,8 +143,8 @@ def _system(cpus: list[ElementTree.Element]) -> System:
 
 def _cpus(mask: str | None) -> str | None:
     """Return the ranges of a mask of 32-bit words, `00ff00ff,0000ffff`, the highest first."""
-    try:
-        value = int((mask or "").replace(",", ""), 16)
-    except ValueError:
+    digits = (mask or "").replace(",", "")
+    if not re.fullmatch(r"[0-9A-Fa-f]+", digits) or len(digits) * 4 > MOST_CPUS:
         return None
+    value = int(digits, 16)
     return to_ranges(tuple(at for at in range(value.bit_length()) if value >> at & 1))
