@@ -17,13 +17,13 @@ from rich.table import Table
 
 from .console import console
 from .console import progress as show_progress
+from .exits import FOUND_DIFFERENCE, errors_as_one_line
+from .topology.commands import mount
 
 if TYPE_CHECKING:
     from .build import Built
     from .demo import RankReport
 
-FOUND_DIFFERENCE = 1
-FAILED = 2
 SHOWN_FAULTS = 10
 
 app = typer.Typer(
@@ -58,19 +58,6 @@ def _program(
     pass
 
 
-@contextlib.contextmanager
-def _errors_as_one_line() -> Iterator[None]:
-    """Turn an error of the library into a line and exit code 2; anything else is a bug of ours."""
-    from .errors import CommError
-
-    try:
-        yield
-    except CommError as error:
-        text = " ".join(str(error).split())
-        typer.echo(f"pcie-comm: {type(error).__name__}: {text}", err=True)
-        raise typer.Exit(FAILED) from None
-
-
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="World size, 1 to 16.")] = 4,
@@ -91,7 +78,7 @@ def demo(
     ] = 300.0,
 ) -> None:
     """Let the ranks of this machine call the main operation, and check every result."""
-    with _errors_as_one_line():
+    with errors_as_one_line():
         from .demo import DemoOptions, run
 
         options = DemoOptions(ranks, device, transport, rows, rounds, processes, deadline)
@@ -142,7 +129,7 @@ def compile_kernels(
     ] = None,
 ) -> None:
     """Compile every kernel ahead of time, for GPUs that this machine need not have."""
-    with _errors_as_one_line():
+    with errors_as_one_line():
         from . import build
 
         started = time.perf_counter()
@@ -197,3 +184,6 @@ def bench(context: typer.Context) -> None:
     from .bench.program import main as run  # which also runs without typer, hence its own options
 
     raise typer.Exit(run(context.args))
+
+
+mount(app)

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
     "policy_file": ("PCIE_COMM_POLICY", Path, None),
+    "advice": ("PCIE_COMM_ADVICE", Path, None),
 }
 """Per field of Config: the variable that sets its default, its type, and the default without it."""
 
@@ -102,6 +103,8 @@ class Config:
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
         policy_file: Report of `pcie-comm bench`, whose crossovers `auto` goes by, or None for those
             built in; PCIE_COMM_POLICY. Ranks must have the same crossovers.
+        advice: File of `pcie-comm advise --out`, whose vetoes are obeyed, or None; refused on a
+            machine that it does not fit. Ranks must have the same vetoes. PCIE_COMM_ADVICE.
 
     Raises:
         InvalidArgumentError: A value, or a variable, is out of range or of the wrong type.
@@ -116,6 +119,7 @@ class Config:
     kernels_dir: Path | None = _from_env("kernels_dir")
     cache_dir: Path = _from_env("cache_dir")
     policy_file: Path | None = _from_env("policy_file")
+    advice: Path | None = _from_env("advice")
 
     def __post_init__(self) -> None:
         for name, most in (("timeout_s", LONGEST_CALL_S), ("setup_timeout_s", 86_400)):
@@ -137,8 +141,9 @@ class Config:
         if self.kernels_dir is not None:
             object.__setattr__(self, "kernels_dir", _folder("kernels_dir", self.kernels_dir))
         object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))
-        if self.policy_file is not None:
-            object.__setattr__(self, "policy_file", _folder("policy_file", self.policy_file))
+        for name in ("policy_file", "advice"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _folder(name, getattr(self, name)))
 
     def contract(self) -> dict[str, object]:
         """Return the settings that every rank must share, by name."""
@@ -172,6 +177,12 @@ class LaunchEnvironment:
             local_rank=number("LOCAL_RANK"),
             has_rendezvous=bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")),
         )
+
+
+def cuda_visibility() -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, each if it is set."""
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def named_revision() -> str:

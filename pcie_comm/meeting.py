@@ -19,6 +19,8 @@ from .layout import MAX_BLOCKS
 from .policy import choose_transport, resident_budget
 from .policy_file import load_crossovers
 from .rank_facts import RankFacts, resolve_device
+from .topology.advice import Advice, load_advice
+from .topology.collect import collect
 from .transport import load
 
 PROTOCOL_VERSION = 1
@@ -59,19 +61,21 @@ def meet(
         MismatchError: The ranks' versions or settings differ.
         PeerError: Another rank failed, died or did not come.
     """
-    own: list[tuple[torch.device, Crossovers]] = []
+    own: list[tuple[torch.device, Crossovers, Advice | None]] = []
 
     def introduce() -> bytes:
         resolved = resolve_device(device)
         wanted: object = transport
         if not isinstance(wanted, str) or wanted != "auto":
             load(transport)
-        own.append((resolved, load_crossovers(config.policy_file)))
+        advice = None if config.advice is None else load_advice(config.advice, collect())
+        own.append((resolved, load_crossovers(config.policy_file), advice))
         contract = {
             "world_size": bootstrap.world_size,
             "transport": transport,
             "device_type": resolved.type,
             "crossovers": own[0][1].contract(),
+            "vetoes": [] if advice is None else [veto.__dict__ for veto in advice.vetoes],
             **_versions(),
             **config.contract(),
         }
@@ -80,7 +84,7 @@ def meet(
     records = agree(bootstrap, "introduction", introduce, config.setup_timeout_s)
     facts = [RankFacts.decode(record, peer) for peer, record in enumerate(records)]
     compare([json.dumps(fact.contract).encode() for fact in facts], "the group's settings")
-    name, reason = _transport_for(transport, facts, one_process, own[0][0], bootstrap.rank)
+    name, reason = _transport_for(transport, facts, one_process, own[0], bootstrap.rank)
     sharers = Counter(fact.device for fact in facts)
     max_blocks = resident_budget(
         [fact.multiprocessors or MAX_BLOCKS * bootstrap.world_size for fact in facts],
@@ -92,15 +96,21 @@ def meet(
 
 
 def _transport_for(
-    wanted: str, facts: Sequence[RankFacts], one_process: bool, device: torch.device, rank: int
+    wanted: str,
+    facts: Sequence[RankFacts],
+    one_process: bool,
+    own: tuple[torch.device, Crossovers, Advice | None],
+    rank: int,
 ) -> tuple[str, str]:
     """Return name of the transport and why; every rank comes to the same answer."""
+    device, _, advice = own
     devices = [fact.device for fact in facts]
     name, reason = choose_transport(
         wanted,
         on_gpu="cpu" not in devices,
         one_process=one_process,
         peers_reachable=all(d in fact.reachable for fact in facts for d in devices),
+        veto=None if advice is None else advice.veto_among(devices),
     )
     if ("cpu" in devices) != (name == "host_shm"):
         raise UnsupportedError(

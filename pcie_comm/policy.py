@@ -166,7 +166,12 @@ def split_fused_grid(
 
 
 def choose_transport(
-    requested: str, *, on_gpu: bool, one_process: bool, peers_reachable: bool
+    requested: str,
+    *,
+    on_gpu: bool,
+    one_process: bool,
+    peers_reachable: bool,
+    veto: str | None = None,
 ) -> tuple[str, str]:
     """Return the transport of a group, and why.
 
@@ -175,11 +180,14 @@ def choose_transport(
         on_gpu: Every rank has a GPU; False: none has.
         one_process: All ranks are threads of one process.
         peers_reachable: Every rank's device can address every other's.
+        veto: Why the advice for this host forbids peer access of two of the devices, or None.
     """
     if requested != "auto":
         return requested, "asked for"
     if not on_gpu:
         return "host_shm", "no GPU takes part"
+    if veto is not None:
+        return "host_pinned", veto
     if not peers_reachable:
         return "host_pinned", "the devices cannot address each other's memory"
     if one_process:

@@ -28,6 +28,7 @@ FROM_ENVIRONMENT = {
     "kernels_dir": ("some/kernels", Path("some/kernels")),
     "cache_dir": ("some/cache", Path("some/cache")),
     "policy_file": ("some/host.json", Path("some/host.json")),
+    "advice": ("some/advice.json", Path("some/advice.json")),
 }
 
 
@@ -49,6 +50,7 @@ def test_defaults():
         kernels_dir=None,
         cache_dir=Path("xdg/pcie_comm"),
         policy_file=None,
+        advice=None,
     )
 
 
@@ -146,6 +148,7 @@ def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypat
         ("kernels_dir", 5),
         ("cache_dir", None),
         ("policy_file", 5),
+        ("advice", 5),
     ],
 )
 def test_a_bad_value_is_named(field, value):

@@ -48,6 +48,14 @@ def test_transport(requested, on_gpu, one_process, peers_reachable, chosen):
     assert reason
 
 
+def test_a_veto_moves_gpus_that_reach_each_other_to_pinned_memory():
+    facts = {"one_process": False, "peers_reachable": True, "veto": "advice says no"}
+    choose = policy.choose_transport
+    assert choose("auto", on_gpu=True, **facts) == ("host_pinned", "advice says no")
+    assert choose("auto", on_gpu=False, **facts)[0] == "host_shm"
+    assert choose("cuda_ipc", on_gpu=True, **facts) == ("cuda_ipc", "asked for")
+
+
 LIMIT = VRAM.tagged_nbytes
 
 

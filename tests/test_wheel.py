@@ -76,7 +76,8 @@ def test_wheel_holds_the_package_and_its_kernels_and_nothing_else(sources, packe
     names = set(packed.namelist())
     modules = {path.relative_to(sources).as_posix() for path in sources.glob("pcie_comm/**/*.py")}
     kernels = {f"{PREBUILT}/planted.cubin", f"{PREBUILT}/planted.json"}
-    wanted = {"pcie_comm/py.typed", *kernels, *modules}
+    data = {"pcie_comm/py.typed", "pcie_comm/topology/host.schema.json"}
+    wanted = {*data, *kernels, *modules}
     assert {name for name in names if ".dist-info/" not in name} == wanted
     facts = {Path(name).name for name in names if ".dist-info/" in name}
     assert facts == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "LICENSE"}

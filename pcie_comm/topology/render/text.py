@@ -1,0 +1,124 @@
+"""A host as plain text that can be pasted: tree, labels, P2P status, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..labels import islands, labels
+from ..model import Host, Measurement
+from .tree import Branch, forest
+
+UNKNOWN = "?"
+
+
+def to_text(host: Host) -> str:
+    """Return everything that a terminal shows of a host."""
+    parts = [_system(host), _trees(host), _labels(host), _p2p(host)]
+    parts += [_figures(matrix) for matrix in host.measurements]
+    if host.remarks:
+        parts.append("\n".join(f"remark: {remark}" for remark in host.remarks))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _system(host: Host) -> str:
+    system = host.system
+    numa = None if system.numa is None else len(system.numa)
+    facts: list[tuple[str, object, str]] = [
+        ("GPUs", None if host.gpus is None else len(host.gpus), host.why("gpus")),
+        *(
+            (name, getattr(system, name), system.why(name))
+            for name in (
+                "hostname",
+                "cpu",
+                "sockets",
+                "kernel",
+                "driver",
+                "iommu",
+                "container",
+                "virtual_machine",
+            )
+        ),
+        ("NUMA nodes", numa, system.why("numa")),
+    ]
+    lines = [f"from {'; '.join(host.sources)}"]
+    lines += [f"{name}: {value}" for name, value, _ in facts if value is not None]
+    reasons: dict[str, list[str]] = {}
+    for name, value, why in facts:
+        if value is None:
+            reasons.setdefault(why, []).append(name)
+    lines += [f"unknown: {', '.join(names)} ({why})" for why, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def _trees(host: Host) -> str:
+    lines: list[str] = []
+    for top in forest(host):
+        lines.append(_line(top))
+        lines += _below(top, "")
+    return "\n".join(lines)
+
+
+def _line(branch: Branch) -> str:
+    return f"{branch.key} {branch.title}" + (f": {branch.details}" if branch.details else "")
+
+
+def _below(branch: Branch, margin: str) -> Iterable[str]:
+    for at, child in enumerate(branch.below):
+        last = at == len(branch.below) - 1
+        yield f"{margin}{'`-' if last else '+-'} {_line(child)}"
+        yield from _below(child, margin + ("   " if last else "|  "))
+
+
+def grid(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Return a matrix as text, columns aligned to the right."""
+    table = [[corner, *columns], *([name, *cells] for name, cells in rows)]
+    widths = [max(len(row[at]) for row in table) for at in range(len(columns) + 1)]
+    return "\n".join(
+        " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )
+
+
+def _labels(host: Host) -> str:
+    gpus = [gpu.name for gpu in host.gpus or ()]
+    if not gpus:
+        return ""
+    every = labels(host)
+
+    def cell(row: str, column: str) -> str:
+        label = every[row, column]
+        return f"{label.derived}!{label.driver}" if label.mismatch else label.best or UNKNOWN
+
+    rows = [(row, [cell(row, column) for column in gpus]) for row in gpus]
+    text = "labels\n" + grid("", gpus, rows)
+    if any(label.mismatch for label in every.values()):
+        text += "\nA!B: the tree says A and the driver B"
+    if reasons := {label.reason for label in every.values() if label.best is None}:
+        text += f"\n{UNKNOWN}: {'; '.join(sorted(reasons))}"
+    groups = " | ".join(" ".join(group) for group in islands(host))
+    return f"{text}\nislands: {groups}"
+
+
+def _p2p(host: Host) -> str:
+    if host.pairs is None or not host.gpus:
+        return ""
+    names = [gpu.name for gpu in host.gpus]
+    parts = []
+    for kind in sorted({kind for pair in host.pairs for kind in pair.p2p or {}}):
+        cells = {(pair.source, pair.target): (pair.p2p or {}).get(kind) for pair in host.pairs}
+        rows = [
+            (row, ["X" if row == col else cells.get((row, col)) or UNKNOWN for col in names])
+            for row in names
+        ]
+        title = "P2P status of an unnamed kind" if kind == "?" else f"P2P {kind}"
+        parts.append(f"{title}\n{grid('', names, rows)}")
+    return "\n\n".join(parts)
+
+
+def _figures(matrix: Measurement) -> str:
+    rows = [
+        (name, [UNKNOWN if value is None else f"{value:g}" for value in cells])
+        for name, cells in zip(matrix.rows, matrix.cells, strict=True)
+    ]
+    title = matrix.title or f"figures without a title, unit {matrix.unit or 'unknown'}"
+    return f"{title}\n{grid('', matrix.columns, rows)}"

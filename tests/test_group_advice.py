@@ -1,0 +1,104 @@
+"""`Config.advice`: refused where it does not fit, the same on all ranks, and its vetoes obeyed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from launcher import run_threads
+from worlds import LIMIT_S, build_each, small
+
+from pcie_comm import Config, InvalidArgumentError, MismatchError, meeting
+from pcie_comm.crossovers import Crossovers
+from pcie_comm.rank_facts import RankFacts
+from pcie_comm.topology.advice import Advice, Veto
+from pcie_comm.topology.model import Gpu, Host, System
+
+ONE = "GPU-11111111-1111-1111-1111-111111111111"
+TWO = "GPU-22222222-2222-2222-2222-222222222222"
+THREE = "GPU-33333333-3333-3333-3333-333333333333"
+
+
+def host(driver: str = "595.58.03") -> Host:
+    unknown = {"*": "of no interest"}
+    gpus = tuple(
+        Gpu(f"GPU{at}", address=f"0000:0{at}:00.0", uuid=uuid, unknown=unknown)
+        for at, uuid in enumerate((ONE, TWO, THREE))
+    )
+    system = System(driver=driver, unknown=unknown)
+    return Host(("a test",), system, gpus=gpus, unknown=unknown)
+
+
+def advice(*vetoes: tuple[str, str]) -> Advice:
+    from pcie_comm.topology.advice import advise
+
+    found = tuple(Veto(source, target, "writes were dropped") for source, target in vetoes)
+    return replace(advise(host()), vetoes=found)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, *vetoes):
+        path = tmp_path / name
+        path.write_text(advice(*vetoes).to_json())
+        return path
+
+    return write
+
+
+def test_the_variable_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("PCIE_COMM_ADVICE", str(tmp_path))
+    assert Config().advice == tmp_path
+    assert "advice" not in Config().contract()
+
+
+def test_a_file_of_a_changed_machine_fails_on_all_ranks(write, monkeypatch):
+    monkeypatch.setattr(meeting, "collect", lambda: host(driver="1.2.3"))
+    path = write("advice.json")
+    for error in build_each([{"config": small(advice=path)}, {}]):
+        assert "changed=driver" in str(error)
+        assert "pcie-comm advise --out FILE" in str(error)
+
+
+def test_a_file_of_another_machine_is_refused(write):
+    path = write("advice.json")
+    errors = build_each([{"config": small(advice=path)}] * 2)
+    assert any(isinstance(error, InvalidArgumentError) for error in errors)
+    assert all("changed=" in str(error) for error in errors)
+
+
+def test_ranks_with_other_vetoes_refuse_each_other(write, monkeypatch):
+    monkeypatch.setattr(meeting, "collect", host)
+    paths = [write("a", (ONE, TWO)), write("b")]
+    for error in build_each([{"config": small(advice=path)} for path in paths]):
+        assert isinstance(error, MismatchError)
+        assert "vetoes" in str(error)
+
+
+def test_a_group_that_the_advice_fits_works(write, monkeypatch):
+    monkeypatch.setattr(meeting, "collect", host)
+    path = write("advice.json", (ONE, TWO))
+    groups = build_each([{"config": small(advice=path)}] * 2)
+    transports = {group.describe()["transport"] for group in groups}
+    run_threads(lambda rank: groups[rank].close(), 2, timeout_s=LIMIT_S)
+    assert transports == {"host_shm"}  # no GPU takes part, so no veto concerns it
+
+
+def transport_of(known: Advice | None, *uuids: str) -> tuple[str, str]:
+    devices = [uuid.removeprefix("GPU-").replace("-", "") for uuid in uuids]
+    facts = [RankFacts(device, 8, tuple(devices), {}) for device in devices]
+    own = (torch.device("cuda", 0), Crossovers(), known)
+    return meeting._transport_for("auto", facts, False, own, 0)
+
+
+def test_a_veto_moves_the_group_and_says_why():
+    name, reason = transport_of(advice((TWO, ONE)), ONE, TWO)
+    assert name == "host_pinned"
+    assert TWO in reason and "writes were dropped" in reason
+
+
+def test_a_veto_of_other_gpus_changes_nothing():
+    """Negative control."""
+    assert transport_of(advice((TWO, THREE)), ONE, TWO)[0] == "cuda_ipc"
+    assert transport_of(None, ONE, TWO)[0] == "cuda_ipc"
