@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CommError, InvalidArgumentError, MismatchError, PeerAbortedError
 
 if TYPE_CHECKING:
     from .bootstrap import Bootstrap
+
+Record = TypeVar("Record")
 
 _DONE = b"\x01"
 _FAILED = b"\x00"
@@ -71,10 +75,10 @@ def _raise_first_failure(bootstrap: Bootstrap, what: str, outcomes: Sequence[byt
     failed = [peer for peer, outcome in enumerate(outcomes) if not outcome.startswith(_DONE)]
     if not failed:
         return
-    kind, text = json.loads(outcomes[failed[0]][1:])
+    kind, text = read_pair(outcomes[failed[0]][1:], str, str)
     others = f" (ranks {', '.join(map(str, failed[1:]))} failed as well)" if failed[1:] else ""
     raise PeerAbortedError(
-        f"{what} failed on rank {failed[0]}: {kind}: {text}{others}",
+        f"{what} failed on rank {failed[0]}: {kind or 'malformed record'}: {text}{others}",
         rank=bootstrap.rank,
         peer=failed[0],
     )
@@ -93,7 +97,7 @@ def compare(records: Sequence[bytes], what: str) -> None:
         MismatchError: `values` maps each rank to its values of the fields that differ.
         InvalidArgumentError: A record is no JSON object.
     """
-    contracts = [_read_contract(record, peer) for peer, record in enumerate(records)]
+    contracts = [read_record(record, peer, "contract") for peer, record in enumerate(records)]
     names = sorted({name for contract in contracts for name in contract})
     absent = "<absent>"
     differing = [
@@ -116,15 +120,51 @@ def compare(records: Sequence[bytes], what: str) -> None:
     )
 
 
-def _read_contract(record: bytes, peer: int) -> dict[str, Any]:
+def read_record(data: bytes, peer: int, what: str) -> dict[str, Any]:
+    """Read a JSON object that rank `peer` sent.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
     try:
-        contract = json.loads(record)
-        if not isinstance(contract, dict):
+        found = json.loads(data)
+        if not isinstance(found, dict):
             raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"the contract record of rank {peer} is malformed ({error}); "
-            "do all ranks run the same version of pcie_comm?",
-            peer=peer,
-        ) from error
-    return contract
+    except (ValueError, RecursionError) as error:
+        raise malformed(peer, what, str(error)) from error
+    return found
+
+
+def malformed(peer: int, what: str, why: str) -> InvalidArgumentError:
+    """Return the error for a record of rank `peer` that is not what it must be."""
+    return InvalidArgumentError(
+        f"the {what} record of rank {peer} is malformed ({why}); "
+        "do all ranks run the same version of pcie_comm?",
+        peer=peer,
+    )
+
+
+def read_fields(kind: Callable[..., Record], raw: object, peer: int, what: str) -> Record:
+    """Make a dataclass of strings and integers from what rank `peer` sent.
+
+    Raises:
+        InvalidArgumentError: A field is missing, unknown or of another type.
+    """
+    wanted = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    found = raw if isinstance(raw, dict) else {}
+    kinds = {name: type(value).__name__ for name, value in found.items()}
+    if kinds != wanted:
+        raise malformed(peer, what, f"fields={kinds}, expected {wanted}")
+    return kind(**found)
+
+
+def read_pair(data: bytes, first: type, second: type) -> tuple[Any, Any]:
+    """Read a JSON list of two values that a rank sent; what else it may be becomes text.
+
+    For what a rank says of its failure: there, a damaged record must not hide that it failed.
+    """
+    with suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, list) and [type(one) for one in found] == [first, second]:
+            return found[0], found[1]
+    return None, repr(data[:100])

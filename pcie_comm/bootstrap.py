@@ -208,9 +208,10 @@ def alone(global_ranks: Sequence[int]) -> Bootstrap:
     return ThreadBootstrap(0, _Meeting(global_ranks))
 
 
-def aborted_by(rank: int, peer: int, reason: str) -> PeerAbortedError:
+def aborted_by(rank: int, peer: int | None, reason: str) -> PeerAbortedError:
     """Build the error of a rank that learns of a peer's abort."""
-    return PeerAbortedError(f"rank {peer} aborted: {reason}", rank=rank, peer=peer)
+    who = "a rank" if peer is None else f"rank {peer}"
+    return PeerAbortedError(f"{who} aborted: {reason}", rank=rank, peer=peer)
 
 
 def open_bootstrap(

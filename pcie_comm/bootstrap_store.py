@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from .agreement import read_pair
 from .bootstrap import Bootstrap, aborted_by
 from .errors import PeerDiedError
 
@@ -110,7 +111,8 @@ class StoreBootstrap(Bootstrap):
             store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes are legal
             while not store.check(keys):
                 if store.check(["abort"]):
-                    raise aborted_by(self.rank, *json.loads(store.get("abort")))
+                    peer, reason = read_pair(store.get("abort"), int, str)
+                    raise aborted_by(self.rank, peer, reason)
                 self._check_peers()
                 if pause.remaining_s() <= 0:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

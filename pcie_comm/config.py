@@ -13,6 +13,11 @@ from .errors import InvalidArgumentError
 PROTOCOLS = ("auto", "pull", "push", "tagged")
 
 
+LONGEST_CALL_S = 1800
+"""Longest `timeout_s`. Devices time waits with 32 bits that last 4,398 s, and give some twice the
+time: see TIMER_SHIFT and Lane.wait_flag."""
+
+
 def switch(text: str) -> bool:
     """Read what a variable says that is on or off."""
     if text not in ("0", "1"):
@@ -83,8 +88,8 @@ class Config:
     All ranks must agree on the first six.
 
     Args:
-        timeout_s: Longest wait of a launch for its peers, in seconds of wall time; 30 by default,
-            PCIE_COMM_TIMEOUT_S.
+        timeout_s: Longest wait of a launch for its peers, in seconds of wall time, at most 1800;
+            30 by default, PCIE_COMM_TIMEOUT_S.
         setup_timeout_s: Longest wait of a constructor for its peers, in seconds; 60,
             PCIE_COMM_SETUP_TIMEOUT_S.
         slot_nbytes: Bytes that all ranks together may gather in one call; four such slots lie in
@@ -117,17 +122,18 @@ class Config:
     advice: Path | None = _from_env("advice")
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "setup_timeout_s"):
+        for name, most in (("timeout_s", LONGEST_CALL_S), ("setup_timeout_s", 86_400)):
             value = getattr(self, name)
-            if not _is_number(value, int, float) or not 0.0 < value <= 86_400.0:
-                raise _unusable(name, value, "give seconds above 0, at most 86400")
+            if not _is_number(value, int, float) or not 0.0 < value <= most:
+                raise _unusable(name, value, f"give seconds above 0, at most {most}")
         nbytes = self.slot_nbytes
         if not _is_number(nbytes, int) or not 4096 <= nbytes <= 1 << 30 or nbytes % 128:
             remedy = f"give 4096 to {1 << 30} bytes, a multiple of 128"
             raise _unusable("slot_nbytes", nbytes, remedy)
         if not _is_number(self.max_rows, int) or not 1 <= self.max_rows <= 65_536:
             raise _unusable("max_rows", self.max_rows, "give 1 to 65536 rows")
-        if self.protocol not in PROTOCOLS:
+        named: object = self.protocol
+        if not isinstance(named, str) or named not in PROTOCOLS:
             raise _unusable("protocol", self.protocol, f"choose one of {', '.join(PROTOCOLS)}")
         switched: object = self.overlap
         if not isinstance(switched, bool):

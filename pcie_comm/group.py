@@ -106,7 +106,14 @@ class PcieDcpGroup(Collectives):
         transport: str = "auto",
         config: Config | None = None,
     ) -> PcieDcpGroup:
-        """Build a rank's group over a rendezvous of one's own. Takes ownership of `bootstrap`."""
+        """Build a rank's group over a rendezvous of one's own. Takes ownership of `bootstrap`.
+
+        Raises:
+            InvalidArgumentError: No Bootstrap; and all that the constructor raises.
+        """
+        given: object = bootstrap
+        if not isinstance(given, Bootstrap):
+            raise InvalidArgumentError(f"bootstrap={given!r} is no Bootstrap; derive from it")
         group = cls.__new__(cls)
         group._closed = True
         group._start(bootstrap, device, transport, _settings(config))
@@ -168,9 +175,8 @@ class PcieDcpGroup(Collectives):
         engines: list[CudaEngine | HostEngine] = []
 
         def allocate() -> bytes:
-            return (
-                json.dumps({"channel": name}).encode() + b"\n" + transport.allocate(layout.nbytes)
-            )
+            named = json.dumps({"channel": name, "group": self._watch.group})
+            return named.encode() + b"\n" + transport.allocate(layout.nbytes)
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
@@ -179,7 +185,7 @@ class PcieDcpGroup(Collectives):
 
         try:
             records = agree(self._bootstrap, f"slab of channel {name!r}", allocate, timeout_s)
-            compare([record.partition(b"\n")[0] for record in records], "the channel's name")
+            compare([record.partition(b"\n")[0] for record in records], "the channel")
             agree(self._bootstrap, f"mapping of channel {name!r}", map_peers, timeout_s)
         except BaseException:
             for engine in engines:

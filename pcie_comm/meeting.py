@@ -65,7 +65,8 @@ def meet(
 
     def introduce() -> bytes:
         resolved = resolve_device(device)
-        if transport != "auto":
+        wanted: object = transport
+        if not isinstance(wanted, str) or wanted != "auto":
             load(transport)
         advice = None if config.advice is None else load_advice(config.advice, collect())
         own.append((resolved, load_crossovers(config.policy_file), advice))
@@ -81,7 +82,7 @@ def meet(
         return RankFacts.gather(resolved, contract).encode()
 
     records = agree(bootstrap, "introduction", introduce, config.setup_timeout_s)
-    facts = [RankFacts.decode(record) for record in records]
+    facts = [RankFacts.decode(record, peer) for peer, record in enumerate(records)]
     compare([json.dumps(fact.contract).encode() for fact in facts], "the group's settings")
     name, reason = _transport_for(transport, facts, one_process, own[0], bootstrap.rank)
     sharers = Counter(fact.device for fact in facts)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from . import driver
+from .agreement import malformed, read_record
 from .errors import InvalidArgumentError, UnsupportedError
 
 
@@ -50,9 +51,16 @@ class RankFacts:
         return json.dumps(self.__dict__, sort_keys=True).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> RankFacts:
-        """Read what `encode` wrote."""
-        raw = json.loads(data)
+    def decode(cls, data: bytes, peer: int) -> RankFacts:
+        """Read what `encode` wrote on rank `peer`.
+
+        Raises:
+            InvalidArgumentError: The bytes are something else.
+        """
+        raw = read_record(data, peer, "introduction")
+        kinds = {"device": str, "multiprocessors": int, "reachable": list, "contract": dict}
+        if {name: type(value) for name, value in raw.items()} != kinds:
+            raise malformed(peer, "introduction", f"fields={sorted(raw)}")
         return cls(**{**raw, "reachable": tuple(raw["reachable"])})
 
 
@@ -67,7 +75,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"device={device!r} is no torch device: {error}") from error
     if resolved.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device={device!r} is neither a CPU nor a CUDA device")

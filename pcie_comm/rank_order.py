@@ -49,7 +49,7 @@ def _checked_integer(value: object, name: str) -> int:
         if isinstance(value, bool):
             raise TypeError("a bool is no rank")
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of tensors also the latter
         raise InvalidArgumentError(
             f"{name}={value!r} is not an integer; give a world size from 1 to {MAX_WORLD}, "
             "or a list of global ranks"

@@ -7,14 +7,12 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from launcher import free_port, run_threads, succeeded
 
-import pcie_comm
 from pcie_comm.bootstrap import Bootstrap, ThreadBootstrap, agree, compare, open_bootstrap
 from pcie_comm.bootstrap_store import StoreBootstrap
 from pcie_comm.bootstrap_torch import ProcessGroupBootstrap
@@ -336,23 +334,6 @@ def test_a_store_that_fails_is_reported() -> None:
 
     with pytest.raises(PeerDiedError, match=r"store failed \(Connection reset by peer\)"):
         StoreBootstrap(Broken(), (0, 1), 0, 1.0)
-
-
-def test_nothing_is_ever_unpickled() -> None:
-    """Records come from other processes: they are data, never code."""
-    package = Path(pcie_comm.__file__).parent
-    for path in package.rglob("*.py"):
-        if path.parts[-2] in ("transport", "pcie_comm"):
-            text = path.read_text()
-            for word in (
-                "import pickle",
-                "pickle.",
-                "_object(",
-                "object_list",
-                "torch.load",
-                "eval(",
-            ):
-                assert word not in text, f"{path.name}: {word}"
 
 
 def test_close_lets_go_of_the_store() -> None:

@@ -122,12 +122,13 @@ def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypat
     [
         ("timeout_s", 0),
         ("timeout_s", -1.0),
-        ("timeout_s", 86_401),
+        ("timeout_s", 1801),
         ("timeout_s", float("nan")),
         ("timeout_s", "30"),
         ("timeout_s", None),
         ("timeout_s", True),
         ("setup_timeout_s", []),
+        ("setup_timeout_s", 86_401),
         ("slot_nbytes", 4095),
         ("slot_nbytes", 4096 + 64),
         ("slot_nbytes", (1 << 30) + 128),
@@ -160,7 +161,8 @@ def test_a_bad_value_is_named(field, value):
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("timeout_s", (1e-3, 1, 86_400)),
+        ("timeout_s", (1e-3, 1, 1800)),
+        ("setup_timeout_s", (1e-3, 1, 86_400)),
         ("slot_nbytes", (4096, 1 << 30)),
         ("max_rows", (1, 65_536)),
         ("protocol", ("auto", "pull", "push", "tagged")),

@@ -194,7 +194,7 @@ def test_b27_different_kernels_are_a_mismatch(monkeypatch):
 
 def test_facts_survive_the_journey():
     here = RankFacts.gather(torch.device("cpu"), {})
-    assert RankFacts.decode(here.encode()) == here
+    assert RankFacts.decode(here.encode(), 0) == here
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch):

@@ -106,8 +106,8 @@ class RouterSpec:
             ("groups", self.groups >= 1, "at least 1"),
             ("groups", self.num_experts % max(self.groups, 1) == 0, "a divisor of num_experts"),
             ("topk_groups", 1 <= self.topk_groups <= self.groups, "1 to groups"),
-            ("scale", math.isfinite(self.scale) and self.scale > 0, "finite and positive"),
-            ("eps", math.isfinite(self.eps) and self.eps >= 0, "finite and not negative"),
+            ("scale", 0 < self.scale < math.inf, "finite and positive"),
+            ("eps", 0 <= self.eps < math.inf, "finite and not negative"),
         )
         for field, holds, wanted in rules:
             if not holds:

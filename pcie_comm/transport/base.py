@@ -147,7 +147,7 @@ class SlabRecord:
             record = cls(str(raw["transport"]), int(raw["nbytes"]), str(raw["nonce"]), raw["facts"])
             if not isinstance(record.facts, dict) or len(bytes.fromhex(record.nonce)) != 16:
                 raise ValueError("facts or nonce malformed")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidArgumentError(
                 f"the slab record of rank {peer} is malformed ({error}); "
                 "do all ranks run the same version of pcie_comm?",

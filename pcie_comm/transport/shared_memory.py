@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -94,13 +95,7 @@ class SharedMemoryFile:
                 peer=peer,
             ) from error
         try:
-            found = os.fstat(descriptor).st_size
-            if found != _file_nbytes(nbytes):
-                raise InvalidArgumentError(
-                    f"the slab of rank {peer} has file_nbytes={found}, expected "
-                    f"{_file_nbytes(nbytes)}; its record is stale, exchange the records again",
-                    peer=peer,
-                )
+            _check_file(os.fstat(descriptor), _file_nbytes(nbytes), peer)
             return cls(name, descriptor, nbytes, owner=False)
         finally:
             os.close(descriptor)  # the mapping keeps the memory
@@ -122,6 +117,27 @@ class SharedMemoryFile:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _check_file(status: os.stat_result, nbytes: int, peer: int) -> None:
+    """Refuse a file that no rank of this user can have made for this group.
+
+    Raises:
+        InvalidArgumentError: Owner, mode, kind or size is wrong.
+    """
+    own = os.geteuid()
+    if status.st_uid != own or status.st_mode != stat.S_IFREG | 0o600:
+        raise InvalidArgumentError(
+            f"the slab of rank {peer} has owner={status.st_uid} and mode={status.st_mode:o}, "
+            f"expected {own} and {stat.S_IFREG | 0o600:o}; all ranks must run as the same user",
+            peer=peer,
+        )
+    if status.st_size != nbytes:
+        raise InvalidArgumentError(
+            f"the slab of rank {peer} has file_nbytes={status.st_size}, expected {nbytes}; "
+            "its record is stale, exchange the records again",
+            peer=peer,
+        )
 
 
 def remove_stale_files() -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..agreement import agree
+from ..agreement import agree, read_fields, read_record
 from ..errors import CommError, PeerError, PeerTimeoutError, UnsupportedError
 from . import watchdog
 from .cause import Cause, Kind
@@ -37,6 +37,7 @@ class Watch:
     Attributes:
         cause: Why the group cannot go on, or None.
         one_process: All ranks are threads of this process.
+        group: Random name of the group, the same on all ranks.
         released: This rank addresses no peer's slab any more.
     """
 
@@ -48,6 +49,7 @@ class Watch:
         on_cause: Callable[[Cause], None],
     ) -> None:
         self.rank = rank
+        self.group = roll_call.name
         self.cause: Cause | None = None
         self.released = False
         self.peers = {
@@ -197,15 +199,19 @@ def open_watch(bootstrap: Bootstrap, on_cause: Callable[[Cause], None], timeout_
 
     try:
         records = agree(bootstrap, "roll call", introduce, timeout_s)
-        told = [json.loads(record) for record in records]
-        processes = [Process(**facts["process"]) for facts in told]
+        told = [read_record(record, peer, "roll call") for peer, record in enumerate(records)]
+        processes = [
+            read_fields(Process, facts.get("process"), peer, "roll call")
+            for peer, facts in enumerate(told)
+        ]
+        name = str(told[0].get("page"))  # what is no name, no file has
         _check_one_host(processes, rank)
         return _attend(
             bootstrap,
             lambda: Watch(
                 rank,
                 processes,
-                pages.pop() if pages else RollCall.attach(told[0]["page"], 0),
+                pages.pop() if pages else RollCall.attach(name, 0),
                 on_cause,
             ),
             timeout_s,

@@ -111,23 +111,32 @@ def test_long_run_of_the_fused_op(memory, world_size, figures):
 
 
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
-@pytest.mark.parametrize("protocol", ["push", "tagged"])
-def test_b09_epoch_wraps(protocol, start):
-    """Eager calls and replays go on across both wraps of the counter, tags included."""
-    with open_world(4, "VRAM", protocol) as world:
-        batch = harness.make_batch("all_gather_pair", 12, 4, 2)
-        harness.run_eager(world, batch)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_b09_epoch_wraps(protocol, memory, start):
+    """Every op, eager and replayed, goes on across both wraps of the counter, tags included."""
+    with open_world(4, memory, protocol) as world:
+        ops = harness.ops_for(4)
         for group in world.groups:
-            group._channels["default"].engine.seed_epoch(start)
-        heads = harness.make_batch("all_gather_heads", 12, 4, 2)
-        for op_batch in (harness.make_batch("all_gather_pair", 7, 4, 2), heads):
-            harness.run_eager(world, op_batch)
-            assert op_batch.mismatches() == 0
-        for group in world.groups:
-            group._channels["default"].engine.seed_epoch(start)
-        batch = harness.make_batch("all_gather_pair", 9, 4, 1)
-        harness.Replayed(world, [batch]).run()
-        assert batch.mismatches() == 0
+            for op in ops:
+                group.prepare(op)
+
+        def seed() -> None:
+            for group in world.groups:
+                group._channels["default"].engine.seed_epoch(start)
+
+        harness.run_eager(world, harness.make_batch(ops[0], 12, 4, 2))
+        for first in range(len(ops)):  # each op is the one that crosses the wrap
+            seed()
+            for op in (*ops[first:], *ops[:first]):
+                batch = harness.make_batch(op, 7, 4, 2)
+                harness.run_eager(world, batch)
+                assert batch.mismatches() == 0, op
+        for op in ops:
+            seed()
+            batch = harness.make_batch(op, 9, 4, 1)
+            harness.Replayed(world, [batch]).run()
+            assert batch.mismatches() == 0, op
 
 
 @pytest.mark.parametrize("protocol", ["push", "auto"])

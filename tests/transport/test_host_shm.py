@@ -43,6 +43,7 @@ def dead_pid() -> int:
 def file_of(pid: int) -> Path:
     path = SHM_DIR / f"pcie_comm.{pid}.{secrets.token_hex(16)}"
     path.write_bytes(b"left over")
+    path.chmod(0o600)
     return path
 
 
@@ -159,6 +160,54 @@ def test_a_peers_file_must_have_the_right_size_and_be_no_link(tmp_path: Path) ->
     finally:
         short.unlink()
         link.unlink()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o700, 0o4600])
+def test_a_peers_file_that_others_may_open_is_refused(mode: int) -> None:
+    path = file_of(os.getpid())
+    path.write_bytes(bytes(4096))
+    path.chmod(mode)
+    try:
+        with pytest.raises(InvalidArgumentError, match=rf"mode=10{mode:04o}, expected .*100600"):
+            SharedMemoryFile.attach(path.name, 4096, peer=1)
+        path.chmod(0o600)
+        SharedMemoryFile.attach(path.name, 4096, peer=1).close()
+    finally:
+        path.unlink()
+
+
+def test_a_file_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by root, who could open it."""
+    path = file_of(os.getpid())
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    try:
+        with pytest.raises(InvalidArgumentError, match=f"owner={own} .*run as the same user"):
+            SharedMemoryFile.attach(path.name, 9, peer=1)
+    finally:
+        path.unlink()
+
+
+def test_what_is_no_file_is_refused() -> None:
+    name = f"pcie_comm.{os.getpid()}.{secrets.token_hex(16)}"
+    os.mkfifo(SHM_DIR / name, 0o600)
+    try:
+        with pytest.raises(InvalidArgumentError, match="mode=10600"):
+            SharedMemoryFile.attach(name, NBYTES, peer=1)
+    finally:
+        (SHM_DIR / name).unlink()
+
+
+def test_an_existing_name_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever guessed the name first, with a file or a link, gains nothing."""
+    taken = file_of(os.getpid())
+    monkeypatch.setattr(secrets, "token_hex", lambda nbytes: taken.name.rpartition(".")[2])
+    try:
+        with pytest.raises(UnsupportedError, match="File exists"):
+            SharedMemoryFile.create(NBYTES)
+        assert taken.read_bytes() == b"left over"
+    finally:
+        taken.unlink()
 
 
 def test_a_peer_on_another_host_is_refused() -> None:
