@@ -205,11 +205,15 @@ def main() -> int:
         timed_out = [
             name for name, part in report["parts"].items() if part["exit_code"] == TIMED_OUT
         ]
-        report["complete"] = not timed_out and report["bench"].get("complete", False)
+        skipped = [test["test"] for test in report["tests"] if test["outcome"] == "skipped"]
+        missing = [*timed_out, *(f"{name}, skipped" for name in skipped)]
+        if not report["bench"].get("complete", False):
+            missing.append("the benchmark")
+        report["complete"] = not missing
         run.save()
     print(f"{report['counts']} in {report['seconds']} s; report: {arguments.out}")
     if not report["complete"]:
-        print(f"not complete: {', '.join(timed_out) or 'the benchmark'}")
+        print(f"not complete: {'; '.join(missing)}")
     return int(report["exit_code"] or report["bench"]["exit_code"] == 1)
 
 
