@@ -21,6 +21,9 @@ from ..local import LocalWorld
 WARM_UPS = 3
 """Rounds of all contenders before the first sample."""
 
+START_S = 30.0
+"""Longest wait of ranks that are threads for one another, before a sample."""
+
 SPIN_S = 0.3
 """Work before a measurement: an idle GPU sits at a fraction of its clocks."""
 
@@ -180,7 +183,7 @@ class ThreadStage:
 
     def take_of(self, enqueue: Callable[[int], object]) -> Take:
         """See Stage."""
-        together = threading.Barrier(len(self.world.groups))
+        together = threading.Barrier(len(self.world.groups), timeout=START_S)
 
         def on_rank(group: PcieDcpGroup) -> int:
             together.wait()
