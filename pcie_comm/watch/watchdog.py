@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .watch import Watch
 
 TICK_S = 0.02
-"""Pause between two looks. A death or an abort is noticed within it; 50 looks a second cost less
-than half a per cent of one core."""
+"""Pause between two looks. A death or an abort is noticed within it; 50 looks a second cost about
+1 % of a core on the machine of docs/failure.md."""
 
 PATIENCE_S = 1.0
 """Pause between two looks whether the watchdog's own thread lives; longest wait for its end."""
