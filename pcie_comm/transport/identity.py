@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..agreement import malformed
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import SLAB_MAGIC, SlabLayout
 from .base import SlabRecord, TransportInfo
@@ -122,7 +123,7 @@ def text_fact(record: SlabRecord, name: str, peer: int) -> str:
     """Return a text of a record that came from a peer, or raise InvalidArgumentError."""
     value = record.facts.get(name)
     if not isinstance(value, str):
-        raise _malformed(name, value, peer)
+        raise malformed(peer, "slab", f"{name}={value!r}")
     return value
 
 
@@ -130,13 +131,5 @@ def count_fact(record: SlabRecord, name: str, peer: int) -> int:
     """Return a non-negative 64-bit integer of a peer's record, or raise InvalidArgumentError."""
     value = record.facts.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
-        raise _malformed(name, value, peer)
+        raise malformed(peer, "slab", f"{name}={value!r}")
     return value
-
-
-def _malformed(name: str, value: object, peer: int) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"the slab record of rank {peer} is malformed ({name}={value!r}); "
-        "do all ranks run the same version of pcie_comm?",
-        peer=peer,
-    )
