@@ -72,7 +72,9 @@ def read_file(path: Path) -> Host:
         with path.open("rb") as file:
             data = file.read(MOST_NBYTES + 1)
     except OSError as error:
-        raise InvalidArgumentError(f"file={path} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"file={path} cannot be read: {error.strerror}; name a text, or a folder of texts"
+        ) from error
     if len(data) > MOST_NBYTES:
         raise InvalidArgumentError(
             f"file={path} is larger than {MOST_NBYTES} bytes; no such tool prints that much"
