@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidArgumentError
+from .layout import MAX_BLOCKS
 
 PROTOCOLS = ("auto", "pull", "push", "tagged")
 
@@ -32,6 +33,7 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "max_rows": ("PCIE_COMM_MAX_ROWS", int, 64),
     "protocol": ("PCIE_COMM_PROTOCOL", str, "auto"),
     "overlap": ("PCIE_COMM_OVERLAP", switch, False),
+    "max_blocks": ("PCIE_COMM_MAX_BLOCKS", int, None),
     "kernels_dir": ("PCIE_COMM_KERNELS", Path, None),
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
     "policy_file": ("PCIE_COMM_POLICY", Path, None),
@@ -39,7 +41,15 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
 }
 """Per field of Config: the variable that sets its default, its type, and the default without it."""
 
-SHARED = ("timeout_s", "setup_timeout_s", "slot_nbytes", "max_rows", "protocol", "overlap")
+SHARED = (
+    "timeout_s",
+    "setup_timeout_s",
+    "slot_nbytes",
+    "max_rows",
+    "protocol",
+    "overlap",
+    "max_blocks",
+)
 
 
 def _default(name: str) -> Any:
@@ -85,7 +95,7 @@ def _unusable(name: str, value: object, remedy: str) -> InvalidArgumentError:
 class Config:
     """Settings of a group. What is not given comes from the environment, else from the defaults.
 
-    All ranks must agree on the first six.
+    All ranks must agree on the first seven.
 
     Args:
         timeout_s: Longest wait of a launch for its peers, in seconds of wall time, at most 1800;
@@ -98,6 +108,10 @@ class Config:
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
         overlap: Let a captured launch be dispatched while its predecessor ends, from sm_90 on;
             False, PCIE_COMM_OVERLAP=1 for True.
+        max_blocks: Most thread blocks of a launch, 2 to 32, or None for what the devices can always
+            keep resident (policy.resident_budget); PCIE_COMM_MAX_BLOCKS. On a device that ranks
+            share, a larger number is faster with many rows, and may leave a kernel that a rank
+            runs between collectives no room while others wait for that rank: they time out.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
@@ -116,6 +130,7 @@ class Config:
     max_rows: int = _from_env("max_rows")
     protocol: str = _from_env("protocol")
     overlap: bool = _from_env("overlap")
+    max_blocks: int | None = _from_env("max_blocks")
     kernels_dir: Path | None = _from_env("kernels_dir")
     cache_dir: Path = _from_env("cache_dir")
     policy_file: Path | None = _from_env("policy_file")
@@ -138,6 +153,9 @@ class Config:
         switched: object = self.overlap
         if not isinstance(switched, bool):
             raise _unusable("overlap", switched, "give True or False")
+        blocks = self.max_blocks
+        if blocks is not None and not (_is_number(blocks, int) and 2 <= blocks <= MAX_BLOCKS):
+            raise _unusable("max_blocks", blocks, f"give 2 to {MAX_BLOCKS} blocks, or None")
         if self.kernels_dir is not None:
             object.__setattr__(self, "kernels_dir", _folder("kernels_dir", self.kernels_dir))
         object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from .errors import InvalidArgumentError
 
@@ -39,23 +39,24 @@ class Limits:
     Attributes:
         tagged_nbytes: Tagged push up to here.
         push_nbytes: Beyond that, push up to here, then pull; None: push whatever the size.
-        patience_nbytes: Above this, tagged push polls flags before payload; None: never. Not
-            measured by a benchmark of protocols; see policy.is_patient.
+        patience_nbytes: Above this, tagged push polls flags before payload; None: never.
+        wave_nbytes: Push stages in waves of so much; None: all at once. Like patience_nbytes not
+            measured by a benchmark of protocols; see policy.pace.
     """
 
     tagged_nbytes: int = 65_536
     push_nbytes: int | None = None
     patience_nbytes: int | None = None
+    wave_nbytes: int | None = None
 
     def shared_by(self, sharers: int) -> Limits:
         """Return the limits of each of `sharers` ranks that have these together."""
-        values = (self.tagged_nbytes, self.push_nbytes, self.patience_nbytes)
-        tagged, *others = (None if value is None else value // sharers for value in values)
+        tagged, *others = (None if value is None else value // sharers for value in astuple(self))
         return Limits(tagged or 0, *others)
 
 
 VRAM = Limits()
-PINNED = Limits(tagged_nbytes=160 << 10, patience_nbytes=64 << 10)
+PINNED = Limits(tagged_nbytes=160 << 10, patience_nbytes=64 << 10, wave_nbytes=256 << 10)
 BUILT_IN_LIMITS = {"vram": VRAM, "pinned": PINNED}
 
 
@@ -86,7 +87,7 @@ class Crossovers:
     def contract(self) -> dict[str, list[int | None]]:
         """Return the numbers, which must be the same on all ranks."""
         return {
-            name: [limits.tagged_nbytes, limits.push_nbytes, limits.patience_nbytes]
+            name: list(astuple(limits))
             for name, limits in (("vram", self.vram), ("pinned", self.pinned))
         }
 
@@ -120,7 +121,7 @@ def _limits(memory: str, values: object, source: str) -> Limits:
     if isinstance(values, dict) and set(values) == names:
         tagged, push = values["tagged_nbytes"], values["push_nbytes"]
         if _is_size(tagged) and (push is None or (_is_size(push) and push >= tagged)):
-            return Limits(tagged, push, BUILT_IN_LIMITS[memory].patience_nbytes)
+            return replace(BUILT_IN_LIMITS[memory], tagged_nbytes=tagged, push_nbytes=push)
     raise InvalidArgumentError(
         f"{source}: crossovers of {memory}={values!r} are damaged, expected tagged_nbytes and a "
         f"push_nbytes that is null or no smaller; {REMEDY}"

@@ -16,7 +16,7 @@ from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
 from .layout import MAX_BLOCKS, ControlLayout, SlabLayout, StatusLayout
-from .policy import launches_at_once
+from .policy import launches_at_once, places
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
 from .transport.base import PeerMap
@@ -75,6 +75,9 @@ class CudaEngine:
         self.peer_state: Callable[[int], str] = lambda peer: ""
         self._control = 0
         self.overlaps = config.overlap and self.capability >= (9, 0)
+        self._sharers = (
+            1 if config.max_blocks else sharers
+        )  # what was asked for may fill the device
         self._at_once = launches_at_once(sharers, config.overlap)
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)
@@ -153,11 +156,12 @@ class CudaEngine:
         if plan.exchanged:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
-                resident = kernel.resident_blocks(self.multiprocessors)
+                per_unit = kernel.blocks_per_unit()
+            resident = places(self.multiprocessors, per_unit, self._sharers) if per_unit else 0
             if plan.grid * self._at_once > resident:
                 raise UnsupportedError(
                     f"{plan.op} needs grid={plan.grid} blocks at once, of each of "
-                    f"{self._at_once} launches; the device holds {resident}",
+                    f"{self._at_once} launches; the device has room for {resident}",
                     reason="the launch would wait for blocks that cannot start",
                     rank=self.rank,
                     op=plan.op,

@@ -142,6 +142,8 @@ class ControlLayout:
     tagged segments, an address in this rank's device memory.
     peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
     epoch of the last launch, one word per block; every launch advances all of them by one.
+    staged u64[MAX_BLOCKS]: the flag of the last launch that a block has staged for, under push and
+    pull.
     """
 
     POISON = 0
@@ -155,7 +157,8 @@ class ControlLayout:
     MIRROR = 48
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
-    NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)
+    STAGED = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)
+    NBYTES = STAGED + align_up(8 * MAX_BLOCKS, LINE_NBYTES)
 
 
 class StatusLayout:

@@ -90,7 +90,7 @@ def meet(
         [fact.multiprocessors or MAX_BLOCKS * bootstrap.world_size for fact in facts],
         [sharers[fact.device] for fact in facts],
         config.overlap,
-        MAX_BLOCKS,
+        config.max_blocks,
     )
     return Terms(own[0][0], name, reason, max(sharers.values()), max_blocks, own[0][1])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .crossovers import Limits
-from .layout import PACK_NBYTES, STAGED_ALIGNMENT, align_up
+from .layout import MAX_BLOCKS, PACK_NBYTES, STAGED_ALIGNMENT, align_up
 
 GATHER_BLOCK_NBYTES = 8192
 """Gathered bytes that one thread block moves before a second one pays."""
@@ -20,8 +20,11 @@ TAGGED_BLOCK_UNITS = 256
 BLOCKS_PER_UNIT = 2
 """Blocks of one kernel that a multiprocessor holds at least."""
 
-ROUTER_BLOCK_TASKS = 4
-"""Groups that one router block ranks at a time: a pair of its warps each."""
+FREE_UNITS = 4
+"""Multiprocessors of a shared device that no communicating launch occupies."""
+
+ROUTER_BLOCK_TASKS = 2
+"""Groups that one router block ranks before a second one pays; it has warps for four at a time."""
 
 
 def protocols_of(requested: str, limits: Limits) -> tuple[str, ...]:
@@ -120,14 +123,21 @@ def _chunked(sizes: Sequence[int], blocks: int, alignment: int) -> GatherGrid:
     return GatherGrid(blocks, chunks)
 
 
-def is_patient(staged_nbytes: int, world_size: int, limits: Limits) -> bool:
-    """Tell whether a tagged call polls its peers' flags before it polls for their payload.
+def pace(protocol: str, staged_nbytes: int, world_size: int, blocks: int, limits: Limits) -> int:
+    """Return how the blocks that gather spare the link to pinned host memory; 0: not at all.
 
-    In pinned host memory a poll of the payload is as much traffic as the payload. With much of it
-    on one link, polls that come too early delay what they wait for.
+    Tagged push: 1 if they poll their peers' flags before the payload. A poll of the payload is as
+    much traffic as the payload, and with much of it polls that come too early delay what they wait
+    for. Push: how many of `blocks` stage first. The next as many stage when those have, and so on
+    in waves: one wave's payload comes back over the link while the next one's goes out.
     """
-    most = limits.patience_nbytes
-    return most is not None and staged_nbytes * world_size > most
+    received = staged_nbytes * world_size
+    if protocol == "tagged":
+        return int(limits.patience_nbytes is not None and received > limits.patience_nbytes)
+    if protocol != "push" or limits.wave_nbytes is None or world_size == 1:
+        return 0
+    wave = -(-blocks // max(1, received // max(1, limits.wave_nbytes)))
+    return wave if wave < blocks else 0
 
 
 @dataclass(frozen=True)
@@ -156,9 +166,10 @@ def split_fused_grid(
     block of its peers staged. Units carry their own tags, so under tagged push a row's groups may
     be spread over blocks, which pays: ranking a group keeps a fourth of a multiprocessor busy.
     """
-    gather = gather_grid(protocol, (down_nbytes,), world_size, max(1, max_blocks // 2))
     tasks = rows * groups
     wanted = max(rows, -(-tasks // ROUTER_BLOCK_TASKS)) if protocol == "tagged" else rows
+    rest = max_blocks - min(max(1, wanted), max_blocks // 2)
+    gather = gather_grid(protocol, (down_nbytes,), world_size, max(1, rest))
     router = max(1, min(wanted, max_blocks - gather.blocks))
     rows_per_block = -(-rows // router)
     spread = -(-tasks // router) if protocol == "tagged" else rows_per_block * groups
@@ -200,25 +211,42 @@ def launches_at_once(sharers: int, overlap: bool) -> int:
     return sharers * 2 if overlap and sharers > 1 else sharers
 
 
+def places(multiprocessors: int, per_unit: int, spared: bool) -> int:
+    """Return how many blocks ranks may keep on a device together; see resident_budget.
+
+    Args:
+        multiprocessors: Of the device.
+        per_unit: Blocks that one of them holds.
+        spared: Whether some must stay empty.
+    """
+    return multiprocessors - FREE_UNITS if spared else multiprocessors * per_unit
+
+
 def resident_budget(
-    multiprocessors: Sequence[int], sharers: Sequence[int], overlap: bool, limit: int
+    multiprocessors: Sequence[int], sharers: Sequence[int], overlap: bool, wanted: int | None
 ) -> int:
     """Return the largest grid that is resident on every rank's device at once.
 
-    BLOCKS_PER_UNIT blocks are counted per multiprocessor, which every built-in kernel fits; the
-    engine refuses another that does not. Ranks that share a device divide it. With overlapping
-    launches a rank may hold places for two: the launch that runs, and the next one, which waits for
-    it. On a shared device the next one could take the place that a peer needs, so both are counted
-    there.
+    A rank with a device of its own may fill it: BLOCKS_PER_UNIT blocks per multiprocessor, which
+    every built-in kernel fits; the engine refuses another that does not. What its launch waits for
+    runs elsewhere.
+
+    Ranks that share a device divide it so that some multiprocessors are always empty: while ranks
+    wait in a launch, another one must be able to run whatever comes before its own, and two blocks
+    fit one multiprocessor only as their registers and its division into cache and shared memory
+    allow. With overlapping launches a rank may hold places for two there: the launch that runs, and
+    the next one, which waits for it.
 
     Args:
         multiprocessors: Per rank, of its device.
         sharers: Per rank, how many ranks of the group use its device.
         overlap: Whether launches may overlap.
-        limit: Largest grid the channel has flags for.
+        wanted: Largest grid that the user wants, who then answers for empty multiprocessors; None:
+            the largest that the channel has flags for.
     """
     shares = (
-        count * BLOCKS_PER_UNIT // launches_at_once(users, overlap)
+        places(count, BLOCKS_PER_UNIT, users > 1 and wanted is None)
+        // launches_at_once(users, overlap)
         for count, users in zip(multiprocessors, sharers, strict=True)
     )
-    return max(2, min(limit, *shares))
+    return max(2, min(wanted or MAX_BLOCKS, *shares))

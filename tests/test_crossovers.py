@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -108,14 +109,15 @@ def test_ranks_that_share_a_link_to_pinned_memory_share_its_limits(sharers):
     for transport in ("host_shm", "cuda_local", "cuda_ipc"):
         assert crossovers.limits(transport, sharers) == Limits(1000, 2000)
     assert crossovers.limits("host_pinned", sharers) == Limits(800 // sharers, 4000 // sharers)
-    built_in = Limits(163_840 // sharers, None, 65_536 // sharers)
+    built_in = Limits(163_840 // sharers, None, 65_536 // sharers, 262_144 // sharers)
     assert Crossovers().limits("host_pinned", sharers) == built_in
 
 
 def test_ranks_compare_numbers_and_not_where_they_are_from():
     here, there = Crossovers(source="/a"), Crossovers(source="/b")
-    pinned = [163_840, None, 65_536]
-    assert here.contract() == there.contract() == {"vram": [65_536, None, None], "pinned": pinned}
+    pinned = [163_840, None, 65_536, 262_144]
+    vram = [65_536, None, None, None]
+    assert here.contract() == there.contract() == {"vram": vram, "pinned": pinned}
     assert json.loads(json.dumps(here.contract())) == here.contract()
     assert Crossovers().source == BUILT_IN
 
@@ -132,10 +134,10 @@ def limits(tagged, push=None):
 
 
 def test_a_report_sets_the_memories_that_it_measured():
-    pinned = Limits(10, 20, PINNED.patience_nbytes)
+    pinned = replace(PINNED, tagged_nbytes=10, push_nbytes=20)
     assert from_report(report(pinned=limits(10, 20)), "r") == Crossovers(VRAM, pinned, "r")
     both = from_report(report(vram=limits(0), pinned=limits(0, 0)), "r")
-    assert (both.vram, both.pinned) == (Limits(0), Limits(0, 0, PINNED.patience_nbytes))
+    assert (both.vram, both.pinned) == (Limits(0), replace(PINNED, tagged_nbytes=0, push_nbytes=0))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import driver
-from ..config import named_revision
+from ..config import Config, named_revision
 from ..errors import CommError
 from ..kernels.launch import loaded_kernels
 from .measure import spin
@@ -114,6 +114,7 @@ def gather(devices: Sequence[torch.device], command: str) -> dict[str, Any]:
         "torch_cuda": torch.version.cuda or "none",
         "cuda_bindings": _version("cuda-bindings"),
         "dsl": _version("nvidia-cutlass-dsl"),
+        "max_blocks": Config().max_blocks,
         **_devices(devices),
         "clocks_before": clocks(devices[0]),
     }

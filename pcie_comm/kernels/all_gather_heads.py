@@ -30,7 +30,7 @@ class AllGatherHeads(Collective):
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows, patience, and those of columns.column_scalars."""
+        """See Collective.plan. Scalars: rows, policy.pace, and those of columns.column_scalars."""
         (meta,) = tensors
         check_columns(self.name, "local_heads", meta, ndim=3, max_rows=info.max_rows)
         if meta.dtype == "float32":

@@ -33,7 +33,7 @@ class AllGatherPair(Collective):
         return gather_variants(self.name)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: rows, patience, column_scalars of each tensor."""
+        """See Collective.plan. Scalars: rows, policy.pace, column_scalars of each tensor."""
         for label, meta in zip(("local_first", "local_second"), tensors, strict=True):
             check_columns(self.name, label, meta, ndim=2, max_rows=info.max_rows)
         outputs = tuple(

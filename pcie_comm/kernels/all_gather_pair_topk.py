@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES
-from ..policy import choose_protocol, is_patient, split_fused_grid
+from ..policy import choose_protocol, pace, split_fused_grid
 from .columns import BLOCK, PACKS, check_columns, column_scalars, pack_width, row_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router
@@ -104,7 +104,7 @@ class AllGatherPairTopk(Collective):
             scalars=(
                 rows,
                 split.router_blocks,
-                int(is_patient(staged, world, info.limits)),
+                pace(protocol, staged, world, split.gather.blocks, info.limits),
                 split.rows_per_block,
                 split.tasks_per_block,
                 groups.bit_length() - 1,

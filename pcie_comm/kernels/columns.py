@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
-from ..policy import choose_protocol, gather_grid, is_patient
+from ..policy import choose_protocol, gather_grid, pace
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
@@ -100,8 +100,8 @@ def plan_gather(
         info.segment_nbytes,
         info.limits,
     )
-    patient = int(is_patient(staged, info.world_size, info.limits))
     grid = gather_grid(protocol, [rows * size for size in sizes], info.world_size, info.max_blocks)
+    paced = pace(protocol, staged, info.world_size, grid.blocks, info.limits)
     pack = pack_width(info, protocol, tensors)
     described = zip(tensors, grid.chunks, strict=True)
     per_tensor = [column_scalars(meta, protocol, chunk, pack) for meta, chunk in described]
@@ -110,7 +110,7 @@ def plan_gather(
         outputs=outputs,
         kernel=KernelKey(op, (protocol, pack)),
         grid=grid.blocks,
-        scalars=(rows, patient, *(scalar for scalars in per_tensor for scalar in scalars)),
+        scalars=(rows, paced, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,
         exchanged=tuple(range(len(tensors))),
         facts=(protocol, *((meta.shape, meta.dtype) for meta in tensors)),

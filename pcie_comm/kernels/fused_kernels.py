@@ -203,10 +203,7 @@ class RouterBlock(DeviceObject):
                 lists = num.select(quarters, final.images, pair.images)
                 own = num.select(quarters, pair.index, pair.list)
                 place_image(lists + own * Int32(IMAGES_NBYTES), rank, image)
-                if level == Int32(0):
-                    pair.sync()
-                else:
-                    sync_workers()
+                sync_workers()
                 rank = rank_in_others(lists, own, rank, image)
             place_record(final.records, rank, record)
             if turn == Int32(0):
@@ -253,9 +250,9 @@ class RouterBlock(DeviceObject):
 def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) -> Any:
     """Return the kernel of all_gather_pair_topk.
 
-    Its scalars: rows, router blocks, whether to wait for the flags before polling units, rows per
-    router block, tasks per router block, log2 of the groups per rank, experts per group, router row
-    stride in bytes; then those of the down row, see columns.column_scalars.
+    Its scalars: rows, router blocks, policy.pace of the gather's blocks, rows per router block,
+    tasks per router block, log2 of the groups per rank, experts per group, router row stride in
+    bytes; then those of the down row, see columns.column_scalars.
     """
     if protocol == "tagged":
         return _tagged_kernel(spec, pack, threads)
@@ -271,6 +268,8 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
         logit, bias = router.fetch(router.first_task())
         biases = router.fetch_biases()
         lane.enter()
+        if protocol == "push":
+            lane.await_turn(lane.block - router_blocks, Int32(scalars[2]))
         if lane.ok != Uint32(0):
             if lane.block >= router_blocks:
                 gather.stage()

@@ -14,7 +14,7 @@ from .tagged import TaggedGather
 
 
 def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[Columns]:
-    """Return the launch's tensors; scalars: rows, patience, NUM_SCALARS for each."""
+    """Return the launch's tensors; scalars: rows, pace, NUM_SCALARS for each."""
     rows = Int32(scalars[0])
     staged = Int64(0)
     columns = []
@@ -39,6 +39,8 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
         columns = columns_of(count, lane, tensors, scalars)
         gathers = [ColumnGather(staging, c, lane.block, pack) for c in columns]
         lane.enter()
+        if protocol == "push":
+            lane.await_turn(lane.block, Int32(scalars[1]))
         if lane.ok != Uint32(0):
             for i in cutlass.range_constexpr(count):
                 gathers[i].stage()

@@ -100,12 +100,11 @@ class LoadedKernel:
         config.numAttrs = 1
         driver.call("cuLaunchKernelEx", config, self.function, arguments.address, 0)
 
-    def resident_blocks(self, multiprocessors: int) -> int:
-        """Return how many blocks of this kernel the device holds at once."""
-        per_unit = driver.call(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor", self.function, self.block, 0
+    def blocks_per_unit(self) -> int:
+        """Return how many blocks of this kernel a multiprocessor holds at once."""
+        return int(
+            driver.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.function, self.block, 0)
         )
-        return int(per_unit) * multiprocessors
 
 
 _loaded: dict[tuple[int, str], LoadedKernel] = {}

@@ -153,7 +153,8 @@ def load_peer_pack(
 ) -> tuple[Uint32, ...]:
     """Load a pack that another rank wrote. Order: relaxed at system scope.
 
-    Requires: a `poll` of the writer's flag, and a block barrier behind it, came before.
+    Requires: a `poll` of the writer's flag, and a block barrier behind it, came before; or what is
+    read is only a hint.
     """
     return _pack_load(nbytes, ".relaxed.sys", address, enabled, loc=loc, ip=ip)
 

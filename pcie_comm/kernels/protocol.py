@@ -46,6 +46,9 @@ PATIENCE_BARRIER = 15
 TIMER_SHIFT = 10
 """Waits are timed in units of 1,024 ns: 32 bits last for 73 minutes."""
 
+TURN_NS = 100_000
+"""Longest that a block waits for its turn to stage, in nanoseconds."""
+
 POLLS_PER_CHECK = 1024
 """Polls between two looks at clock, abort word and poison word; costs nothing measurable."""
 
@@ -179,6 +182,31 @@ class Lane(DeviceObject):
         return num.select(rank >= self.world_size, rank - self.world_size, rank)
 
     @cute.jit
+    def await_turn(self, part: Int32, wave: Int32) -> None:
+        """Let this rank's block of the wave before stage first, or TURN_NS pass.
+
+        Participants: every thread of the block. Only spares the link, and orders nothing: a weak
+        store tells it.
+
+        Args:
+            part: Which block it is of those that gather; negative for others, which do not wait.
+            wave: How many of them stage at a time; 0: all.
+        """
+        if wave != Int32(0) and part >= wave:
+            if self.thread == Int32(0):
+                address = self._staged_address(self.block - wave)
+                until = prim.global_timer() + Int64(TURN_NS)
+                now = until - Int64(1)
+                seen = ~self.flag
+                while seen != self.flag and now < until:
+                    seen = prim.load_peer_u64(address)
+                    now = prim.global_timer()
+            cute.arch.sync_threads()
+
+    def _staged_address(self, block: Int32) -> Int64:
+        return self.control + Int64(ControlLayout.STAGED) + num.wide(block) * 8
+
+    @cute.jit
     def exchange(self, ok: Uint32) -> Uint32:
         """Signal every peer, wait for every peer; return 1 if all bytes are there.
 
@@ -186,6 +214,8 @@ class Lane(DeviceObject):
         Requires: `ok` is 0 in any thread only if the launch must not signal.
         """
         ok = prim.block_all(ok)
+        if self.thread == Int32(WARP):
+            prim.store_u64(self._staged_address(self.block), self.flag)  # see await_turn
         wait = no_wait()
         if self.thread < self.world_size and self.thread != self.rank:
             if ok != Uint32(0):

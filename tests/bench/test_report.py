@@ -203,8 +203,8 @@ def test_a_group_can_go_by_what_was_written(tmp_path):
     path = tmp_path / "host.json"
     Report(rows=[*sizes(PINNED, (1, 2, 5), (2, 3, 4))]).write(path)
     found = load_crossovers(path)
-    assert found.pinned == Limits(16_000, patience_nbytes=65_536)
-    assert found.limits("host_pinned", 8) == Limits(2000, patience_nbytes=8192)
+    assert found.pinned == Limits(16_000, patience_nbytes=65_536, wave_nbytes=262_144)
+    assert found.limits("host_pinned", 8) == Limits(2000, patience_nbytes=8192, wave_nbytes=32_768)
     assert not math.isnan(found.vram.tagged_nbytes)
 
 

@@ -56,12 +56,18 @@ def _status_findings(program: Program) -> list[str]:
 
 
 def _watched(program: Program) -> tuple[set[int], list[str]]:
-    """Return the relaxed loads inside the wait for a flag: those an acquire may follow."""
+    """Return the relaxed loads that an acquire may follow: those inside the wait for a flag.
+
+    And the look of Lane.await_turn, before all else, if there is one.
+    """
     acquires = program.places(Role.ACQUIRE)
-    watched = program.leading_to(program.places(Role.RELAXED), acquires)
-    if len(watched) == WATCHED_WORDS:
-        return watched, []
-    return watched, [f"a wait watches abort and poison word, here {len(watched)} words"]
+    before = program.leading_to(program.places(Role.RELAXED), acquires)
+    watched = before & program.reach(program.after(acquires))
+    looks = before - watched
+    if len(watched) == WATCHED_WORDS and len(looks) <= 1:
+        return before, []
+    words = f"{len(watched)} words, and {len(looks)} before"
+    return before, [f"a wait watches abort and poison word, here {words}"]
 
 
 def _staged_findings(program: Program) -> list[str]:
