@@ -110,8 +110,8 @@ class Config:
             False, PCIE_COMM_OVERLAP=1 for True.
         max_blocks: Most thread blocks of a launch, 2 to 32, or None for what the devices can always
             keep resident (policy.resident_budget); PCIE_COMM_MAX_BLOCKS. On a device that ranks
-            share, a larger number is faster with many rows, and may leave a kernel that a rank
-            runs between collectives no room while others wait for that rank: they time out.
+            share, a larger number is faster with many rows, and may leave what a rank runs between
+            collectives no room while others wait for that rank: they time out.
         kernels_dir: Folder of ahead-of-time compiled kernels (`pcie-comm compile`), or None;
             PCIE_COMM_KERNELS.
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.

@@ -157,7 +157,7 @@ class CudaEngine:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
                 per_unit = kernel.blocks_per_unit()
-            resident = places(self.multiprocessors, per_unit, self._sharers) if per_unit else 0
+            resident = places(self.multiprocessors, per_unit, self._spares) if per_unit else 0
             if plan.grid * self._at_once > resident:
                 raise UnsupportedError(
                     f"{plan.op} needs grid={plan.grid} blocks at once, of each of "

@@ -289,9 +289,9 @@ def test_a_resident_grid_leaves_every_rank_its_share(data):
     sharers = [device_of.count(device) for device in device_of]
     units = [units_of[device] for device in device_of]
     overlap = data.draw(st.booleans())
-    budget = policy.resident_budget(units, sharers, overlap, MAX_BLOCKS)
+    budget = policy.resident_budget(units, sharers, overlap, None)
     assert 2 <= budget <= MAX_BLOCKS
-    assert budget <= policy.resident_budget(units, sharers, False, MAX_BLOCKS)
+    assert budget <= policy.resident_budget(units, sharers, False, None)
     launches = [policy.launches_at_once(users, overlap) for users in sharers]
     assume(all(count >= held for count, held in zip(units, launches, strict=True)))
     for count, held in zip(units, launches, strict=True):
@@ -316,7 +316,22 @@ def test_a_resident_grid_leaves_every_rank_its_share(data):
     ],
 )
 def test_exact_resident_budgets(units, sharers, overlap, budget):
-    assert policy.resident_budget(units, sharers, overlap, 32) == budget
+    assert policy.resident_budget(units, sharers, overlap, None) == budget
+
+
+@pytest.mark.parametrize(
+    ("sharers", "overlap", "wanted", "budget"),
+    [
+        (1, False, 4, 4),
+        (8, False, 32, 32),
+        (8, True, 32, 16),
+        (16, False, 32, 16),
+        (16, True, 32, 8),
+    ],
+)
+def test_who_wants_many_blocks_may_fill_the_device(sharers, overlap, wanted, budget):
+    world = [132] * sharers, [sharers] * sharers
+    assert policy.resident_budget(*world, overlap, wanted) == budget
 
 
 # --- the same plan on all ranks ------------------------------------------------------------------
