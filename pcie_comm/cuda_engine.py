@@ -75,9 +75,7 @@ class CudaEngine:
         self.peer_state: Callable[[int], str] = lambda peer: ""
         self._control = 0
         self.overlaps = config.overlap and self.capability >= (9, 0)
-        self._spares = (
-            sharers > 1 and config.max_blocks is None
-        )  # what was asked for may fill the device
+        self._spares = sharers > 1 and config.max_blocks is None
         self._at_once = launches_at_once(sharers, config.overlap)
         self._index: int = device.index
         self._cuda = CudaDevice.at(device.index)

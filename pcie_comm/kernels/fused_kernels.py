@@ -136,17 +136,24 @@ class RouterBlock(DeviceObject):
     def stage(self, logit: Float32, bias: Float32) -> None:
         """Levels 1 and 2: rank the own experts of every task, stage 16 records per group.
 
-        Participants: workers. `logit` and `bias` are those of the first task.
+        Participants: workers. `logit` and `bias` are those of the first task. A pair that has no
+        task left meets the same barriers: racecheck orders warps by how many they have met.
         """
         rows = self.rows
         own = (self.lane.rank << rows.group_shift) * rows.group_size
-        for task in cutlass.range(self.first_task(), rows.last_task, QUARTERS, unroll=1):
-            image, record = judge(logit, bias, own + self._expert(task), self.spec.numerics)
-            image = num.select(self._seated(task) != Uint32(0), image, Uint32(0))
-            rank = self.pair.rank_group(image)
-            place_record(self.pair.records, rank, record)
-            self.pair.sync()
-            self._send(task)
+        turns = (rows.last_task - rows.first_task + Int32(QUARTERS - 1)) >> Int32(2)
+        for turn in cutlass.range(turns, unroll=1):
+            task = self.first_task() + turn * Int32(QUARTERS)
+            if task < rows.last_task:
+                image, record = judge(logit, bias, own + self._expert(task), self.spec.numerics)
+                image = num.select(self._seated(task) != Uint32(0), image, Uint32(0))
+                rank = self.pair.rank_group(image)
+                place_record(self.pair.records, rank, record)
+                self.pair.sync()
+                self._send(task)
+            else:
+                self.pair.sync()
+                self.pair.sync()
             logit, bias = self.fetch(task + Int32(QUARTERS))
 
     @cute.jit
