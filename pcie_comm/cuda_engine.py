@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +16,7 @@ from .errors import CommError, CompileError, CudaError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
-from .layout import MAX_BLOCKS, ControlLayout, SlabLayout, StatusLayout
+from .layout import MAX_BLOCKS, TIMER_SHIFT, ControlLayout, SlabLayout, StatusLayout
 from .policy import launches_at_once, places
 from .status import StatusRecord
 from .tensors import current_stream_handle, is_capturing
@@ -97,7 +98,8 @@ class CudaEngine:
         struct.pack_into("<I", block, ControlLayout.SLOT_NBYTES, layout.slot_nbytes)
         struct.pack_into("<I", block, ControlLayout.SEGMENT_NBYTES, layout.segment_nbytes)
         struct.pack_into("<I", block, ControlLayout.RELAYS, int(bool(peers.views)))
-        struct.pack_into("<Q", block, ControlLayout.TIMEOUT_NS, int(config.timeout_s * 1e9))
+        timeout = math.ceil(config.timeout_s * 1e9) >> TIMER_SHIFT
+        struct.pack_into("<I", block, ControlLayout.TIMEOUT, timeout)
         struct.pack_into("<Q", block, ControlLayout.ABORT, self.status.abort_address)
         struct.pack_into("<Q", block, ControlLayout.STATUS, self.status.device_address)
         mirror = peers.addresses[self.rank]

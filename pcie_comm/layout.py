@@ -19,6 +19,9 @@ MAX_WORLD = 16
 MAX_BLOCKS = 32
 """Largest grid of one launch: each block owns one flag per peer and one epoch word."""
 
+TIMER_SHIFT = 10
+"""Devices time waits in units of 1,024 ns: 32 bits last for 73 minutes."""
+
 NUM_SLOTS = 2
 """Nobody is ever more than one epoch ahead (docs/protocol.md), so two slots suffice."""
 
@@ -135,8 +138,8 @@ class ControlLayout:
     """Offsets inside a control block, in bytes. Written by its own rank only.
 
     poison u32: 0, or the failure code of the first launch that gave up; written by kernels.
-    timeout_ns u64, abort u64, status u64: constants; the latter two are device addresses of
-    pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab. relays u32:
+    timeout u32: longest wait, in units of 1 << TIMER_SHIFT ns. abort u64, status u64: device
+    addresses of pinned host memory. slot_nbytes u32 and segment_nbytes u32: constants of the slab. relays u32:
     1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
     of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of the own
     tagged segments, an address in this rank's device memory.
@@ -150,7 +153,7 @@ class ControlLayout:
     SLOT_NBYTES = 4
     SEGMENT_NBYTES = 8
     RELAYS = 12
-    TIMEOUT_NS = 16
+    TIMEOUT = 16
     ABORT = 24
     STATUS = 32
     CONFIRMED = 40

@@ -150,7 +150,7 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (ControlLayout.RELAYS, 4, "relays"),
         (ControlLayout.CONFIRMED, 8, "confirmed"),
         (ControlLayout.MIRROR, 8, "mirror"),
-        (ControlLayout.TIMEOUT_NS, 8, "timeout_ns"),
+        (ControlLayout.TIMEOUT, 4, "timeout"),
         (ControlLayout.ABORT, 8, "abort"),
         (ControlLayout.STATUS, 8, "status"),
         (ControlLayout.PEERS, 8 * MAX_WORLD, "peers"),

@@ -87,17 +87,15 @@ class RouterBlock(DeviceObject):
         width = self.rows.group_size >> Int32(2)
         return group * self.rows.group_size + self.pair.list * width + self.pair.seat
 
-    def _seated(self, task: Int32) -> Uint32:
-        """Return 1 if a lane has an expert to judge for a task."""
-        width = self.rows.group_size >> Int32(2)
-        inside = (task < self.rows.last_task) & (self.pair.seat < width)
-        return Uint32(inside) & self.working
+    def _seated(self) -> cutlass.Boolean:
+        """Tell whether a lane judges an expert of every group."""
+        return self.pair.seat < (self.rows.group_size >> Int32(2))
 
     def fetch(self, task: Int32) -> tuple:
         """Load logit and bias of the expert that a lane judges for a task."""
         rows = self.rows
         local = self._expert(task)
-        seated = self._seated(task)
+        seated = Uint32(self._seated() & (task < rows.last_task)) & self.working
         own = (self.lane.rank << rows.group_shift) * rows.group_size
         row = num.wide(task >> rows.group_shift) * rows.stride
         return (
@@ -141,12 +139,11 @@ class RouterBlock(DeviceObject):
         """
         rows = self.rows
         own = (self.lane.rank << rows.group_shift) * rows.group_size
-        turns = (rows.last_task - rows.first_task + Int32(QUARTERS - 1)) >> Int32(2)
-        for turn in cutlass.range(turns, unroll=1):
-            task = self.first_task() + turn * Int32(QUARTERS)
+        for first in cutlass.range(rows.first_task, rows.last_task, QUARTERS, unroll=1):
+            task = first + self.pair.index
             if task < rows.last_task:
                 image, record = judge(logit, bias, own + self._expert(task), self.spec.numerics)
-                image = num.select(self._seated(task) != Uint32(0), image, Uint32(0))
+                image = num.select(self._seated(), image, Uint32(0))
                 rank = self.pair.rank_group(image)
                 place_record(self.pair.records, rank, record)
                 self.pair.sync()

@@ -32,6 +32,7 @@ from ..layout import (
     MAX_BLOCKS,
     MAX_WORLD,
     NUM_SLOTS,
+    TIMER_SHIFT,
     ControlLayout,
     SlabLayout,
     StatusLayout,
@@ -42,9 +43,6 @@ from . import scalars as num
 WARP = 32
 PATIENCE_BARRIER = 15
 """Named barrier of Lane.be_patient; the kernels' own count from 1 up."""
-
-TIMER_SHIFT = 10
-"""Waits are timed in units of 1,024 ns: 32 bits last for 73 minutes."""
 
 TURN_NS = 100_000
 """Longest that a block waits for its turn to stage, in nanoseconds."""
@@ -338,8 +336,7 @@ class Lane(DeviceObject):
     def hopeless(self, elapsed: Uint32) -> Uint32:
         """Return why waiting on makes no sense, or 0. The cold path of every wait."""
         code = Uint32(StatusLayout.CODE_OK)
-        limit = prim.load_u64(self.control + Int64(ControlLayout.TIMEOUT_NS))
-        if (Int64(elapsed) << Int64(TIMER_SHIFT)) > limit:
+        if elapsed > prim.load_u32(self.control + Int64(ControlLayout.TIMEOUT)):
             code = Uint32(StatusLayout.CODE_TIMEOUT)
         abort = prim.load_u64(self.control + Int64(ControlLayout.ABORT))
         if prim.load_host_u32(abort) != Uint32(0):
