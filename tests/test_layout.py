@@ -155,6 +155,7 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (ControlLayout.STATUS, 8, "status"),
         (ControlLayout.PEERS, 8 * MAX_WORLD, "peers"),
         (ControlLayout.EPOCHS, 4 * MAX_BLOCKS, "epochs"),
+        (ControlLayout.STAGED, 8 * MAX_BLOCKS, "staged"),
     ]
     status = [
         (StatusLayout.CODE, 4, "code"),
