@@ -140,8 +140,8 @@ class ControlLayout:
     poison u32: 0, or the failure code of the first launch that gave up; written by kernels.
     timeout u32: longest wait, in units of 1 << TIMER_SHIFT ns. abort u64, status u64: device
     addresses of pinned host memory. slot_nbytes u32 and segment_nbytes u32: of the slab. relays
-    u32: 1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
-    of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of the own
+    u32: 1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0
+    saw of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of own
     tagged segments, an address in this rank's device memory.
     peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
     epoch of the last launch, one word per block; every launch advances all of them by one.
