@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import harness
 import pytest
 from launcher import run_ranks
 from mps_server import FEW_QUEUES, mps_server
+
+from pcie_comm import driver
+from pcie_comm.transport.cuda_memory import dashed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
@@ -111,6 +115,10 @@ def test_processes_under_mps(world_size, mps, figures):
     check(world_size, mps, figures, True)
 
 
-def test_processes_without_mps(figures):
-    """Time slices: a handshake takes milliseconds, and must still be right."""
-    check(2, FEW_QUEUES, figures, False)
+def test_b21_processes_without_mps(figures):
+    """Time slices: a handshake takes milliseconds, and must still be right. One process names its
+    GPU by number, the other by UUID, which CUDA_VISIBLE_DEVICES takes as well."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    uuid = f"GPU-{dashed(driver.device_uuid(0))}"
+    environment = [{**FEW_QUEUES, "CUDA_VISIBLE_DEVICES": name} for name in (shown, uuid)]
+    check(2, environment, figures, False)
