@@ -45,8 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     compare.add_argument("--ops", type=int, default=64)
     compare.add_argument("--limit", type=float, default=240.0, help="seconds for everything")
     compare.add_argument("--out", type=Path)
-    for one in (build, compare):
-        one.add_argument("--protocol", default="tagged", choices=("tagged", "push", "pull"))
+    compare.add_argument("--protocol", default="tagged", choices=("tagged", "push", "pull"))
     return parser.parse_args(argv)
 
 
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "build":
         from bounds import kernels
 
-        built = kernels.build_all(options.arch, options.protocol, options.out)
+        built = kernels.build_all(options.arch, options.out)
         print(f"{len(built)} kernels for {options.arch} in {options.out}")
         return 0
     faulthandler.dump_traceback_later(options.limit, exit=True)

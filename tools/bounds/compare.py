@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ def run(setting: Setting) -> list[Row]:
                 contenders.one_launch(name, setting.protocol, world, work)
                 for name, world in worlds.items()
             ]
-            for name, world in worlds.items():
-                _check_sources(name, world, setting.kernels)
+            _check_sources(worlds)
             template = blank_row(work, Worlds(VRAM, {setting.protocol: one}))
             stage = GraphStage(lanes, setting.ops)
             rows += measure(stage, work, sides, setting.samples, template)
@@ -90,12 +89,15 @@ def _worlds(setting: Setting) -> Iterator[dict[str, LocalWorld]]:
         yield worlds
 
 
-def _check_sources(name: str, world: LocalWorld, folder: Path) -> None:
-    """Check that a world without bounds has its kernels from the folder, and the other has not."""
-    found: Any = world.groups[0].describe()["kernels"]
-    own = [source == f"ahead of time, {folder}" for source in found.values()]
-    if not own or any(one != name.startswith(OFF) for one in own):
-        raise CommError(f"{name}: kernels come from {sorted(set(found.values()))}")
+def _check_sources(worlds: Mapping[str, LocalWorld]) -> None:
+    """Check that worlds without bounds have their kernels from their folder, and the others not."""
+    groups = {name: world.groups[0] for name, world in worlds.items()}
+    folder = groups[OFF].config.kernels_dir
+    for name, group in groups.items():
+        found: Any = group.describe()["kernels"]
+        theirs = {source == f"ahead of time, {folder}" for source in found.values()}
+        if theirs != {name.startswith(OFF)}:
+            raise CommError(f"{name}: kernels come from {sorted(set(found.values()))}")
 
 
 def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:

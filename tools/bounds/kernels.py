@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from cutlass import Int32, Int64, Uint32, cute
@@ -74,9 +73,9 @@ UNBOUNDED: Replaced = (
 )
 
 
-def keys(protocol: str) -> list[KernelKey]:
-    """Return the kernels of a protocol that a comparison needs."""
-    return [key for op in OPS for key in find(op).variants() if protocol in key.variant]
+def keys() -> list[KernelKey]:
+    """Return the kernels that a comparison needs: `prepare` loads those of several protocols."""
+    return [key for op in OPS for key in find(op).variants()]
 
 
 def build(key: KernelKey, arch: str) -> compiler.CompiledKernel:
@@ -85,9 +84,9 @@ def build(key: KernelKey, arch: str) -> compiler.CompiledKernel:
         return compiler.build(find(key.op), key, arch)
 
 
-def build_all(arch: str, protocol: str, folder: Path) -> list[Any]:
+def build_all(arch: str, folder: Path) -> list[KernelKey]:
     """Compile and write all of them; return their keys."""
-    built = keys(protocol)
+    built = keys()
     for key in built:
         compiler.write(build(key, arch), folder)
     return built
