@@ -2,7 +2,8 @@
 
 Two allocations per channel and rank:
 
-* the **slab**, which peers can address: header, signal pad, two slots;
+* the **slab**, which peers can address: header (magic, nonce, a mark of every peer that its owner
+  checks before the first call), signal pad, two slots;
 * the **control block**, which only its own rank addresses: poison word, epochs, peer table.
 
 Device code gets these numbers as compile-time constants, the CPU path uses them through NumPy
@@ -89,6 +90,8 @@ class SlabLayout:
     HEADER_NBYTES = LINE_NBYTES
     NONCE_OFFSET = 8
     NONCE_NBYTES = 16
+    MARKS_OFFSET = 64
+    MARK_NBYTES = 4
     FLAGS_OFFSET = HEADER_NBYTES
     FLAG_NBYTES = 8
     FLAG_ROW_NBYTES = MAX_WORLD * FLAG_NBYTES
