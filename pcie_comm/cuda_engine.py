@@ -109,7 +109,7 @@ class CudaEngine:
 
     def seed_epoch(self, epoch: int) -> None:
         """Set every block's counter, on every rank alike; for tests of its wrap."""
-        count = MAX_BLOCKS
+        count = ControlLayout.EPOCH_NBYTES // 4 * MAX_BLOCKS
         with self._cuda.current():
             driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
             driver.call("cuCtxSynchronize")

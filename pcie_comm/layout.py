@@ -143,8 +143,10 @@ class ControlLayout:
     1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0 saw
     of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of the own
     tagged segments, an address in this rank's device memory.
-    peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
-    epoch of the last launch, one word per block; every launch advances all of them by one.
+    peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS][2]: two
+    words per block, which every launch advances by one. First the epoch of the last launch. Then
+    the same, written as the last thing: a launch that finds another epoch there than the one it
+    began behind has overlapped with a second one.
     """
 
     POISON = 0
@@ -158,7 +160,9 @@ class ControlLayout:
     MIRROR = 48
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
-    NBYTES = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)
+    EPOCH_NBYTES = 8
+    ENDED = 4
+    NBYTES = EPOCHS + align_up(EPOCH_NBYTES * MAX_BLOCKS, LINE_NBYTES)
 
 
 class StatusLayout:
@@ -186,3 +190,4 @@ class StatusLayout:
     CODE_ABORTED_BY_HOST = (
         4  # the host's own mark; a waiting launch may overwrite it with its facts
     )
+    CODE_BUSY = 5

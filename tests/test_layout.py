@@ -154,8 +154,14 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (ControlLayout.ABORT, 8, "abort"),
         (ControlLayout.STATUS, 8, "status"),
         (ControlLayout.PEERS, 8 * MAX_WORLD, "peers"),
-        (ControlLayout.EPOCHS, 4 * MAX_BLOCKS, "epochs"),
+        (ControlLayout.EPOCHS, ControlLayout.EPOCH_NBYTES * MAX_BLOCKS, "epochs"),
     ]
+    header = [
+        (0, SlabLayout.NONCE_OFFSET, "magic"),
+        (SlabLayout.NONCE_OFFSET, SlabLayout.NONCE_NBYTES, "nonce"),
+        (SlabLayout.MARKS_OFFSET, SlabLayout.MARK_NBYTES * MAX_WORLD, "marks"),
+    ]
+    assert overlaps(header, SlabLayout.HEADER_NBYTES) == []
     status = [
         (StatusLayout.CODE, 4, "code"),
         (StatusLayout.PEER, 4, "peer"),

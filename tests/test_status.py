@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from pcie_comm import MismatchError, PeerAbortedError, PeerTimeoutError, driver
+from pcie_comm import BusyError, MismatchError, PeerAbortedError, PeerTimeoutError, driver
 from pcie_comm.layout import StatusLayout
 from pcie_comm.status import Failure, StatusRecord
 
@@ -55,6 +55,16 @@ def test_what_a_kernel_wrote_becomes_an_error(memory):
     assert (error.rank, error.peer, error.op, error.epoch) == (1, 3, "all_gather_pair", 9)
     assert (error.wanted, error.seen, error.elapsed_ns) == (9, 7, 5_000_000_123)
     assert "rank 3 did not arrive in time: wanted epoch=9, seen=7, elapsed_s=5.000" in str(error)
+
+
+def test_launches_that_overlapped_are_told_without_a_peer(memory):
+    record = StatusRecord()
+    write(memory[0], PEER=1, EPOCH=9, WANTED_SIGNATURE=0xABCD, CODE=StatusLayout.CODE_BUSY)
+    error = record.read().error(1, {0xABCD: "all_gather_pair"})
+    assert isinstance(error, BusyError)
+    assert (error.rank, error.peer, error.op, error.epoch) == (1, None, "all_gather_pair", 9)
+    assert "one of them all_gather_pair" in str(error)
+    assert "use two channels" in str(error)
 
 
 @pytest.mark.parametrize(

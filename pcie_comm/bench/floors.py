@@ -84,6 +84,7 @@ class Handshake(_Floor):
             lane = Lane(args, threads)
             lane.enter()
             lane.exchange(lane.ok)
+            lane.finish()
 
         return handshake
 

@@ -283,6 +283,7 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
                 gather.collect()
             elif lane.thread < Int32(WORKERS):
                 router.collect(ok)
+        lane.finish()
 
     return gather_select
 

@@ -46,6 +46,7 @@ def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
         if ok != Uint32(0):
             for i in cutlass.range_constexpr(count):
                 gathers[i].collect()
+        lane.finish()
 
     return gather
 

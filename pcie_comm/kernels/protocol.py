@@ -7,6 +7,7 @@ One launch on one block, in order:
     stage own bytes                      push: into every peer's slot; pull: into the own slot
     ok = lane.exchange(ok)               barrier, signal every peer, wait for every peer, barrier
     collect                              push: from the own slot; pull: from the peers' slots
+    lane.finish()                        the launch has ended; had it company?
 
 Memory order: `exchange` puts a block barrier before its release, so the release covers what every
 thread of the block staged; and one behind its acquire, so every thread may read what the peers'
@@ -153,7 +154,8 @@ class Lane(DeviceObject):
         self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
     def _epoch_address(self, block: Int32) -> Int64:
-        return self.control + Int64(ControlLayout.EPOCHS) + num.wide(block) * 4
+        place = num.wide(block) * ControlLayout.EPOCH_NBYTES
+        return self.control + Int64(ControlLayout.EPOCHS) + place
 
     def peer(self, rank: Int32) -> Int64:
         """Return the address of rank `rank`'s slab as this rank sees it, from memory."""
@@ -228,9 +230,33 @@ class Lane(DeviceObject):
 
         Participants: every thread of a block with `watch_flags`, at the end of the launch.
         """
-        self.give_up(wait)
+        busy = self.overlap()
+        self.give_up(wait._replace(code=num.select(wait.code == Uint32(0), busy, wait.code)))
         if self.thread >= Int32(self.threads - WARP):
             prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
+
+    @cute.jit
+    def finish(self) -> None:
+        """Note that this launch has ended; report another one that ran at the same time.
+
+        Participants: every thread, at the end of a launch that does not `leave`.
+        """
+        self.give_up(Wait(self.overlap(), self.rank, Uint64(0), Uint32(0)))
+
+    @cute.jit
+    def overlap(self) -> Uint32:
+        """Note that this launch has ended; return CODE_BUSY if a second one had the same epoch.
+
+        Both would have staged into one slot, and read one. Whoever ends last sees it: the word is
+        no longer what it was when the launch began. Participants: every thread, as its last access
+        to memory that others share.
+        """
+        before = self._last_epoch
+        if self.thread == Int32(0):
+            ended = self._epoch_address(self.block) + Int64(ControlLayout.ENDED)
+            before = prim.replace_u32(ended, self.epoch)
+        busy, code = before != self._last_epoch, Uint32(StatusLayout.CODE_BUSY)
+        return num.select(busy, code, Uint32(StatusLayout.CODE_OK))
 
     @cute.jit
     def announce(self) -> None:
@@ -272,7 +298,8 @@ class Lane(DeviceObject):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
         if self.block == Int32(0):  # also for the blocks that this launch does not have
             if self.thread >= self.grid and self.thread < Int32(MAX_BLOCKS):
-                prim.store_u32(self._epoch_address(self.thread), self.epoch)
+                words = (self.epoch, self.epoch)
+                prim.store_v2(self._epoch_address(self.thread), words, Uint32(1))
         return all_ok
 
     @cute.jit

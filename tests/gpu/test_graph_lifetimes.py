@@ -12,7 +12,6 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from launcher import run_threads, succeeded
 from lifetimes import (
     HEADS,
     PAIR,
@@ -299,63 +298,3 @@ def test_b19_a_hundred_captures_cost_nothing(figures):
     assert last["reserved"] - first["reserved"] < 16 << 20
     assert first["free"] - last["free"] < 16 << 20
     assert last["maps"] - first["maps"] < 20
-
-
-def test_b07_calls_on_two_streams_are_put_in_order():
-    """Two operations of one group, each on a stream of its own, and nothing between them."""
-    with local_world(2, harness.DEVICE, config=SMALL) as world:
-        prepare(world)
-        batches = [harness.make_batch(op, 100, 2, rows) for op, rows in ((PAIR, 2), (HEADS, 9))]
-        aside = new_streams(2, world.streams)
-        torch.cuda.synchronize()
-        for index in range(100):
-            for rank, group in enumerate(world.groups):
-                for batch, streams in zip(batches, (world.streams, aside), strict=True):
-                    with torch.cuda.stream(streams[rank]):
-                        enqueue(batch, group, rank, index)
-        harness.settle(world)
-        assert [batch.mismatches() for batch in batches] == [0, 0]
-
-
-def test_b07_two_groups_are_independent_of_each_other():
-    """Rank 0 calls A, B, rank 1 calls B, A; every rank has a stream for each group."""
-    with (
-        local_world(2, harness.DEVICE, config=SMALL) as one,
-        local_world(2, harness.DEVICE, config=SMALL) as two,
-    ):
-        prepare(one)
-        prepare(two)
-        batches = [harness.make_batch(PAIR, 50, 2, 2) for _ in range(2)]
-        aside = new_streams(2, one.streams)
-        torch.cuda.synchronize()
-        for index in range(50):
-            for rank in range(2):
-                sides = [(one, one.streams, batches[0]), (two, aside, batches[1])]
-                for world, streams, batch in sides if rank == 0 else sides[::-1]:
-                    with torch.cuda.stream(streams[rank]):
-                        enqueue(batch, world.groups[rank], rank, index)
-        harness.settle(one)
-        harness.settle(two)
-        assert [batch.mismatches() for batch in batches] == [0, 0]
-
-
-def test_b07_two_threads_of_a_rank_take_turns():
-    """Each thread has a stream of its own; whose call comes first does not matter here."""
-    with local_world(2, harness.DEVICE, config=SMALL) as world:
-        prepare(world)
-        batch = harness.make_batch(PAIR, 2, 2, 3)
-        batch.flat_inputs[1] = batch.flat_inputs[0]
-        batch.expected = [torch.stack([one[0], one[0]]) for one in batch.expected]
-        streams = new_streams(4, [])
-        torch.cuda.synchronize()
-
-        def call(number: int) -> None:
-            rank, which = divmod(number, 2)
-            with torch.cuda.stream(streams[number]):
-                for _ in range(300):
-                    enqueue(batch, world.groups[rank], rank, which)
-
-        succeeded(run_threads(call, 4, timeout_s=30))
-        harness.settle(world)
-        assert batch.mismatches() == 0
-        assert {epoch_of(group.channel("default")) for group in world.groups} == {600}

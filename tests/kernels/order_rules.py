@@ -21,6 +21,7 @@ def order_findings(program: Program, kind: Kind) -> list[str]:
         sends = program.places(Role.RELEASE, Role.ANNOUNCE, Role.UNIT_STORE)
         late = program.reach(program.after(waits)) & sends
         findings += program.named({"sent only when waiting has begun": late})
+        findings += _finish_findings(program)
     return findings
 
 
@@ -55,6 +56,17 @@ def _status_findings(program: Program) -> list[str]:
     return findings + program.named({"status code unclaimed": codes & _unclaimed(program)})
 
 
+def _finish_findings(program: Program) -> list[str]:
+    """Once, a launch notes that it has ended. Nothing of its peers is accessed behind that."""
+    noted = program.places(Role.FINISH)
+    findings = _missing(program, Role.FINISH)
+    if len(noted) > 1:
+        findings.append(f"{len(noted)} notes of the launch's end")
+    peers = (Role.UNIT_LOAD, Role.UNIT_STORE, Role.STAGE, Role.RELEASE, Role.ANNOUNCE, Role.ACQUIRE)
+    late = program.reach(program.after(noted)) & program.places(*peers) & _unclaimed(program)
+    return findings + program.named({"peers accessed behind the launch's end": late})
+
+
 def _watched(program: Program) -> tuple[set[int], list[str]]:
     """Return the relaxed loads inside the wait for a flag: those an acquire may follow."""
     acquires = program.places(Role.ACQUIRE)
@@ -65,7 +77,7 @@ def _watched(program: Program) -> tuple[set[int], list[str]]:
 
 
 def _staged_findings(program: Program) -> list[str]:
-    """Push and pull, steps 2 to 8: stage, barrier, release, acquire, barrier, collect."""
+    """Push and pull, steps 2 to 7: stage, barrier, release, acquire, barrier, collect."""
     watched, findings = _watched(program)
     findings += _missing(program, Role.RELEASE, Role.ACQUIRE)
     collected = program.places(Role.RELAXED) - watched

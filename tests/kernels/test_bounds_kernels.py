@@ -32,6 +32,7 @@ GONE = [
     "no release of the status code, 32 bits",
     "a wait watches abort and poison word, here 0 words",
 ]
+AT_THE_END = "no note of the launch's end"
 OF_UNITS = "a wait for units watches abort and poison word, here 0 words"
 TRACES = ("%globaltimer", "atom.", "ld.relaxed.sys.global.u32", "st.release.sys.global.u32")
 
@@ -41,7 +42,7 @@ def test_the_rules_miss_the_bounds_and_nothing_else(key, cuobjdump):
     """Barriers, release, acquire and tags are where docs/protocol.md needs them."""
     kernel = kernels.build(key, ARCH)
     kind = Kind.of(kernel.key, ARCH)
-    wanted = [*GONE, *([OF_UNITS] if kind.tagged else [])]
+    wanted = [*GONE, *([OF_UNITS] if kind.tagged else []), AT_THE_END]
     assert Ptx(kernel.ptx, kind).findings() == wanted
     dump = report.dump(kernel.cubin, cuobjdump)
     assert Sass(report.instructions(dump), kind).findings() == wanted

@@ -93,7 +93,7 @@ STAGED = {
     ),
     "claim of a peer's word": Broken(
         "not for memory of others: atom",
-        "2 claims of the poison word, 1 status codes",
+        "3 claims of the poison word, 2 status codes",
         swap(
             f"{SIGNAL} [$0], $1;",
             "{\n.reg .b32 t;\natom.relaxed.gpu.global.cas.b32 t, [$0], 0, 1;\n"
@@ -220,6 +220,28 @@ TAGGED_PUSH = {
 }
 
 
+ENDED = "peers accessed behind the launch's end"
+enter, overlap = Lane.enter, Lane.overlap
+
+
+def end_at_the_start(lane):
+    """Say that the launch has ended when it has only begun."""
+    enter(lane)
+    overlap(lane)
+
+
+NO_END = ((Lane, "overlap", lambda lane: Uint32(0)),)
+EARLY_END = ((Lane, "enter", end_at_the_start), *NO_END)
+THE_END = {
+    f"{key.op} {key.variant[0]}: {name}": Broken(what, what, key=key, replaced=replaced)
+    for key in (PLAIN, TAGGED)
+    for name, what, replaced in (
+        ("the end is not noted", "no note of the launch's end", NO_END),
+        ("the end is noted at the start", ENDED, EARLY_END),
+    )
+}
+
+
 def overlap_fault(what: str, first: Callable | None, second: Callable | None, key: KernelKey):
     def follow_predecessor() -> None:
         for step in (first, second):
@@ -257,7 +279,7 @@ OVERLAP["memory before the wait"] = Broken(
 
 CASES = {
     f"{name}-{arch}": (broken, arch)
-    for name, broken in (STAGED | TAGGED_PUSH | OVERLAP).items()
+    for name, broken in (STAGED | TAGGED_PUSH | THE_END | OVERLAP).items()
     for arch in broken.archs
 }
 

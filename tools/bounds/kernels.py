@@ -1,9 +1,10 @@
 """Kernels for tools/bounds: the library's, whose waits have no bound and watch no word.
 
 What is gone: the count of polls, the clock, the look at abort word, poison word and other calls'
-flags, the poison word at the start, the verdict that every thread's wait went well, and the status
-record. What stays is the protocol: every wait is for the same flag or tag, every barrier is there,
-so outputs are right as long as every rank comes. One that does not come is waited for for ever.
+flags, the poison word at the start, the verdict that every thread's wait went well, the look for a
+second launch at the end, and the status record. What stays is the protocol: every wait is for the
+same flag or tag, every barrier is there, so outputs are right as long as every rank comes. One that
+does not come is waited for for ever.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
     return (unit[0], unit[2]), no_wait()
 
 
+@cute.jit
+def overlap(lane: Lane) -> Uint32:
+    """End without a look for another launch."""
+    return Uint32(0)
+
+
 def block_all(condition: Uint32) -> Uint32:
     """Barrier of the block, and no verdict."""
     cute.arch.barrier()
@@ -67,6 +74,7 @@ def block_all(condition: Uint32) -> Uint32:
 UNBOUNDED: Replaced = (
     (Lane, "enter", enter),
     (Lane, "wait_flag", wait_flag),
+    (Lane, "overlap", overlap),
     (tagged, "await_unit", await_unit),
     (fused_kernels, "await_unit", await_unit),
     (prim, "block_all", block_all),
