@@ -32,6 +32,9 @@ INTERRUPT_S = 15
 
 PARTS = (
     ("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"),
+    ("tests/gpu/test_graph_lifetimes.py", "tests/gpu/test_full_device.py"),
+    ("tests/gpu/test_two_streams.py",),
+    ("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py"),
     ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
     ("tests/transport",),
     ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
