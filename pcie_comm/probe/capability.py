@@ -121,9 +121,7 @@ def with_cuda(host: Host, answer: CudaHost) -> tuple[Host, dict[str, int]]:
     return everything, {name: gpu.ordinal for name, gpu in known.items()}
 
 
-def _match(
-    gpus: Sequence[Gpu], cuda: Sequence[CudaGpu]
-) -> tuple[dict[int, str], tuple[Gpu, ...]]:
+def _match(gpus: Sequence[Gpu], cuda: Sequence[CudaGpu]) -> tuple[dict[int, str], tuple[Gpu, ...]]:
     """Return the name of each ordinal, and GPUs that were not known before."""
     names: dict[int, str] = {}
     for one in cuda:
@@ -139,13 +137,17 @@ def _match(
     for one in cuda:
         if one.ordinal not in names:
             names[one.ordinal] = f"GPU{len(gpus) + len(added)}"
-            added.append(Gpu(names[one.ordinal], address=one.address or None, unknown={ANY: NOT_ASKED}))
+            added.append(
+                Gpu(names[one.ordinal], address=one.address or None, unknown={ANY: NOT_ASKED})
+            )
     return names, tuple(added)
 
 
 def _filled(gpu: Gpu, seen: CudaGpu | None) -> Gpu:
     if seen is None:
-        return replace(gpu, ordinal=None, unknown={**gpu.unknown, "ordinal": "CUDA does not show it"})
+        return replace(
+            gpu, ordinal=None, unknown={**gpu.unknown, "ordinal": "CUDA does not show it"}
+        )
     return replace(
         gpu,
         ordinal=seen.ordinal,

@@ -100,9 +100,7 @@ def _copied(lab: Lab, gpu: Gpu, source: Region, target: Region, nbytes: int) -> 
     gpu.synchronize()
     counts = count_by_owner(target, seed, stale)
     kept = (target.nbytes - nbytes) // 4
-    return of_writes(
-        Counts(counts.words - kept, counts.wrong - kept, counts.stale - kept), None
-    )
+    return of_writes(Counts(counts.words - kept, counts.wrong - kept, counts.stale - kept), None)
 
 
 def litmus(lab: Lab, task: Task) -> Answer:

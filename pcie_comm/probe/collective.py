@@ -65,7 +65,9 @@ def _eager(world: LocalWorld) -> list[str]:
     _settle(world)
     world.run(
         lambda group: [
-            group.all_gather_pair_kimi_topk(*calls[group.rank].inputs, out=calls[group.rank].outputs)
+            group.all_gather_pair_kimi_topk(
+                *calls[group.rank].inputs, out=calls[group.rank].outputs
+            )
             for calls in rounds
         ]
     )

@@ -22,7 +22,10 @@ def of_writes(owner: Counts, writer: Counts | None) -> Verdict:
         return WELL
     share = f"{owner.wrong} of {owner.words} words"
     if owner.stale < owner.wrong:
-        return CORRUPT, f"{share} are wrong for the owner, {owner.stale} of them as they were before"
+        return (
+            CORRUPT,
+            f"{share} are wrong for the owner, {owner.stale} of them as they were before",
+        )
     if writer is not None and writer.wrong == 0:
         return MIRRORED, f"{share} did not reach the owner, and the writer reads back all it wrote"
     return DROPPED, f"{share} are as they were before"

@@ -35,7 +35,12 @@ KINDS: dict[str, Kind] = {
     "ce-read": Kind("copy engine of the row reads from the column", GBPS, COPY_ENGINE, "read"),
     "ce-both": Kind("copy engines write both ways", GBPS, COPY_ENGINE, "write", BOTH_WAYS),
     "ce-staged": Kind(
-        "copy engines without peer access, row to column", GBPS, COPY_ENGINE, "write", ONE_WAY, False
+        "copy engines without peer access, row to column",
+        GBPS,
+        COPY_ENGINE,
+        "write",
+        ONE_WAY,
+        False,
     ),
     "sm-write": Kind("SMs of the row write to the column", GBPS, SM, "write"),
     "sm-read": Kind("SMs of the row read from the column", GBPS, SM, "read"),
@@ -79,7 +84,9 @@ def _matrix(kind: Kind, figures: Sequence[Figure]) -> Measurement:
         rows=rows,
         columns=columns,
         cells=tuple(
-            tuple(found[row, column].value if (row, column) in found else None for column in columns)
+            tuple(
+                found[row, column].value if (row, column) in found else None for column in columns
+            )
             for row in rows
         ),
         unit=kind.unit,

@@ -47,6 +47,7 @@ class Task:
         seconds: That it may take, for the progress bar.
         deadline_s: After which its process is ended.
         group: Tasks of one group share a process as long as all goes well.
+        visitor: A second process takes part, and both are fresh.
     """
 
     work: str
@@ -56,6 +57,7 @@ class Task:
     seconds: float = 0.5
     deadline_s: float = 60.0
     group: str = "verify"
+    visitor: bool = False
 
     @property
     def title(self) -> str:
@@ -77,11 +79,13 @@ class Answer:
         records: The blanks, filled.
         data: Anything else, for works that are asked something.
         broken: The process is of no further use.
+        wrong: What arrived was wrong, in words; nothing if it was not.
     """
 
     records: tuple[Record, ...]
     data: Any = None
     broken: bool = False
+    wrong: str = ""
 
 
 def blank_check(source: str, target: str, name: str) -> Check:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CommError
 from ..layout import align_up
-from ..topology.probed import HOST, Check, worst
+from ..topology.probed import HANG, HOST, NO_ACCESS, Check, worst
 from ..transport import load
 from ..transport.base import PeerMap, TransportInfo
 from .gpu import Gpu
@@ -30,13 +30,21 @@ FIRST = align_up(4096, 4096)
 """Where the first part of a slab begins: behind its header. Two follow: to be read, to be written."""
 
 SLAB_NBYTES = FIRST + 2 * PART_NBYTES
-PATIENCE_S = 30.0
+PATIENCE_S, GRACE_S = 30.0, 5.0
 SEEDS = ((11, 12, 13), (21, 22, 23))
 """Of each rank: what lies in its slab to be read, what did before, and what it writes."""
 
 
 class VisitError(CommError):
-    """The other process failed, or did not come."""
+    """The other process failed, or did not come.
+
+    Attributes:
+        verdict: What that makes of the check.
+    """
+
+    def __init__(self, message: str, verdict: str) -> None:
+        super().__init__(message)
+        self.verdict = verdict
 
 
 class Company:
@@ -54,18 +62,23 @@ class Company:
         try:
             self._pipe.send(("value", value))
             if not self._pipe.poll(PATIENCE_S):
-                raise VisitError(f"the other process did not answer within {PATIENCE_S:g} s")
+                raise VisitError(f"the other process gave no answer in {PATIENCE_S:g} s", HANG)
             kind, found = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise VisitError("the other process ended") from error
+            raise VisitError("the other process ended", NO_ACCESS) from error
         if kind != "value":
-            raise VisitError(f"in the other process: {found}")
+            raise VisitError(f"in the other process: {found}", NO_ACCESS)
         return found
 
-    def fail(self, reason: str) -> None:
-        """Tell the other one that this one failed."""
-        with suppress(OSError):
+    def fail(self, reason: str, *, first: bool) -> None:
+        """Tell the other one that this one failed; if it is the first to, wait until it knows.
+
+        So it does not stumble over memory that is given back next.
+        """
+        with suppress(EOFError, OSError):
             self._pipe.send(("error", reason))
+            if first and self._pipe.poll(GRACE_S):
+                self._pipe.recv()
 
 
 def transport_for(check: Check) -> str:
@@ -94,8 +107,9 @@ def attend(lab: Lab, task: Task, rank: int, company: Company) -> Mapping[str, Co
         company.trade("looked")
         transport.unmap()
         company.trade("unmapped")
-    except CommError as error:
-        company.fail(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        first = not isinstance(error, VisitError)
+        company.fail(f"{type(error).__name__}: {error}", first=first)
         raise
     finally:
         with suppress(CommError):
@@ -156,7 +170,5 @@ def visit(lab: Lab, task: Task, pipe: Connection) -> None:
     try:
         seen = attend(lab, task, 1, company)
         company.trade({name: asdict(counts) for name, counts in seen.items()})
-    except VisitError:
-        return  # the first process knows, or is gone
     except CommError:
-        return  # told already
+        return  # the first process was told, or is gone

@@ -30,6 +30,7 @@ P2P_KINDS = ("read", "write", "nvlink", "atomics", "prop")
 MOST_CPUS = 1 << 16
 """CPU numbers end below it; Linux has at most 8192."""
 
+
 @dataclass(frozen=True)
 class Acs(Record):
     """Access Control Services of a port: names of bits as lspci prints them.
