@@ -50,7 +50,7 @@ def _measured(lab: Lab, task: Task, blank: Any) -> Figure:
     nbytes = int(task.options["nbytes"])
     with lab.memory() as memory:
         if what == "staged":
-            near, far = memory.unconnected(gpu, nbytes), memory.unconnected(other, nbytes)
+            near, far = memory.unconnected(gpu, nbytes), memory.unconnected(other, nbytes, gpu)
         else:
             near = memory.of(gpu.name, nbytes, gpu)
             far = memory.of(other.name, nbytes, gpu)
