@@ -18,7 +18,8 @@ from pcie_comm.probe.kernels import PROBES
 KEYS = [key for one in PROBES.values() for key in one.variants()]
 ARCH = "sm_90a"
 KIND = Kind(communicates=True, tagged=False, overlaps=False)
-PLAIN = r"ld\.param\.\w+|st\.global\.(v4\.u32|u32|u64)|ld\.relaxed\.sys\.global\.(v4\.u32|u64)"
+PLAIN = r"ld\.param\.\w+|st\.global\.(v4\.u32|u32|u64)|ld\.relaxed\.sys\.global\.v4\.u32"
+HOPS = rf"{PLAIN}|ld\.relaxed\.sys\.global\.u64"
 FLAGS = rf"{PLAIN}|st\.release\.sys\.global\.u64|ld\.acquire\.sys\.global\.u64"
 UNITS = rf"{PLAIN}|(st|ld)\.relaxed\.sys\.global\.v2\.b64"
 STAGE, COLLECT = r"st\.global\.v4", r"ld\.relaxed\.sys\.global\.v4"
@@ -29,7 +30,7 @@ TIMER = "%globaltimer"
 def allowed(name: str) -> str:
     if name.startswith("probe_exchange"):
         return UNITS if name.endswith("tagged") else FLAGS
-    return FLAGS if name == "probe_ping_pong" else PLAIN
+    return {"probe_ping_pong": FLAGS, "probe_chase": HOPS}.get(name, PLAIN)
 
 
 def findings(name: str, text: str) -> list[str]:
