@@ -5,7 +5,7 @@ in a child process with a deadline. Nothing changes a setting of a card or reset
 
     plan.py, pattern_plan.py     which tasks there are; pure
     runner.py, child.py          the processes that do them
-    works.py                     what can be done: checks, figures, patterns, collective, visit, load
+    works.py                     what can be done; in checks, figures, patterns, visit, ...
     lab.py, gpu.py, region.py    the GPUs of a process, and memory to try them with
     kernels.py, device.py        the probes' own kernels
 """

@@ -1,4 +1,4 @@
-"""Level 2, capability: what CUDA says of its devices and of pairs of them. No context is created."""
+"""Level 2, capability: what CUDA says of devices and of pairs of them. Creates no context."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _match(gpus: Sequence[Gpu], cuda: Sequence[CudaGpu]) -> tuple[dict[int, str]
                 names[one.ordinal] = fits[0].name
     if not names and len(gpus) == len(cuda):
         return {one.ordinal: gpu.name for one, gpu in zip(cuda, gpus, strict=True)}, ()
-    added = []
+    added: list[Gpu] = []
     for one in cuda:
         if one.ordinal not in names:
             names[one.ordinal] = f"GPU{len(gpus) + len(added)}"

@@ -10,6 +10,7 @@ import torch
 
 from ..config import Config
 from ..demo.calls import FusedCall
+from ..group import PcieDcpGroup
 from ..local import LocalWorld, open_world
 from ..topology.probed import CORRUPT, HOST, OK, Check
 from .lab import Lab
@@ -59,18 +60,22 @@ def _draw(world: LocalWorld, number: int) -> list[FusedCall]:
     return [FusedCall(group.rank, size, ROWS, group.device, number) for group in world.groups]
 
 
+def _call(group: PcieDcpGroup, call: FusedCall) -> None:
+    down, router, bias = call.inputs
+    first, second, third = call.outputs
+    group.all_gather_pair_kimi_topk(down, router, bias, out=(first, second, third))
+
+
 def _eager(world: LocalWorld) -> list[str]:
     """Make calls back to back; return what was wrong."""
     rounds = [_draw(world, number) for number in range(EAGER)]
     _settle(world)
-    world.run(
-        lambda group: [
-            group.all_gather_pair_kimi_topk(
-                *calls[group.rank].inputs, out=calls[group.rank].outputs
-            )
-            for calls in rounds
-        ]
-    )
+
+    def on_rank(group: PcieDcpGroup) -> None:
+        for calls in rounds:
+            _call(group, calls[group.rank])
+
+    world.run(on_rank)
     return [fault for calls in rounds for call in calls for fault in call.faults()]
 
 
@@ -99,7 +104,7 @@ def _capture(world: LocalWorld, call: FusedCall, rank: int) -> torch.cuda.CUDAGr
     group, graph = world.groups[rank], torch.cuda.CUDAGraph()
     with torch.cuda.device(group.device), torch.cuda.stream(world.streams[rank]):
         graph.capture_begin(capture_error_mode="thread_local")
-        group.all_gather_pair_kimi_topk(*call.inputs, out=call.outputs)
+        _call(group, call)
         graph.capture_end()
     return graph
 

@@ -18,10 +18,10 @@ from .transfer import Transfer
 
 NBYTES = 1 << 25
 SETTLE_S = 0.15
-"""How long a link carries traffic before it is looked at: an idle one takes a moment to speed up."""
+"""How long a link carries traffic before it is looked at: idle ones take a moment to speed up."""
 
 SHORT, LONG = 8, 512
-"""Copies that are enqueued at a time: until the links have settled, and while they are looked at."""
+"""Copies enqueued at a time: until the links have settled, and while they are looked at."""
 
 
 def links(lab: Lab, task: Task) -> Answer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..topology.links import uplink
 from ..topology.model import Host
 from ..topology.ordering import best_order
-from ..topology.probed import HOST
+from ..topology.probed import HOST, ONE_ROOT, TWO_ROOTS, TWO_SWITCHES, UPLINK
 
 ONE_GPU = "there is one GPU"
 
@@ -31,10 +31,6 @@ class Plan:
     reason: str = ""
 
 
-UPLINK = "all sources of one uplink at once"
-TWO_ROOTS = "two sources of one switch to two roots"
-ONE_ROOT = "control: two sources of one switch to one root"
-TWO_SWITCHES = "control: two sources of two switches to two roots"
 NAMES = (UPLINK, TWO_ROOTS, ONE_ROOT, TWO_SWITCHES)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..topology.probed import Flow, Pattern
+from ..topology.record import ANY
 from .lab import Lab, Memory
 from .task import Answer, Task
 from .transfer import Transfer, run
@@ -19,7 +20,8 @@ def pattern(lab: Lab, task: Task) -> Answer:
     """
     (blank,) = task.blanks
     assert isinstance(blank, Pattern)
-    flows = tuple(Flow(*ends, unknown={"*": "not yet"}) for ends in task.options["flows"])
+    open_ends = {ANY: "not yet"}
+    flows = tuple(Flow(one, other, unknown=open_ends) for one, other in task.options["flows"])
     nbytes, budget_s = int(task.options["nbytes"]), float(task.options["budget_s"])
     with lab.memory() as memory:
         lanes: dict[str, int] = {}

@@ -116,6 +116,6 @@ def _compare(transfers: Sequence[Transfer], stale: int) -> None:
         counts: Counts = count_by_owner(one.target, one.seed, stale)
         if counts.wrong:
             raise WrongBytes(
-                f"{counts.wrong} of {counts.words} words are wrong at the target, {counts.stale} of "
-                "them as they were before; do not use this way"
+                f"{counts.wrong} of {counts.words} words are wrong at the target, "
+                f"{counts.stale} of them as they were before; do not use this way"
             )

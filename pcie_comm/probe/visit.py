@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..errors import CommError
-from ..layout import align_up
 from ..topology.probed import HANG, HOST, NO_ACCESS, Check, worst
 from ..transport import load
 from ..transport.base import PeerMap, TransportInfo
@@ -26,8 +25,8 @@ from .region import Region
 from .task import Answer, Task
 
 PART_NBYTES = 1 << 20
-FIRST = align_up(4096, 4096)
-"""Where the first part of a slab begins: behind its header. Two follow: to be read, to be written."""
+FIRST = 4096
+"""Where the first part of a slab begins, behind its header: it is read. The second is written."""
 
 SLAB_NBYTES = FIRST + 2 * PART_NBYTES
 PATIENCE_S, GRACE_S = 30.0, 5.0

@@ -18,7 +18,7 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 def ask(lab: Lab, task: Task) -> Answer:
-    """Ask CUDA about devices and pairs: `data` is a CudaHost. The process has done its duty then."""
+    """Ask CUDA about devices and pairs: `data` is a CudaHost. That is all the process is for."""
     return Answer((), data=capability.ask(), broken=True)
 
 

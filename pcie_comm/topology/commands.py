@@ -6,7 +6,7 @@ Only what parses options is imported here. Exit codes as in cli.py: 0 right, 1 s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -160,6 +160,7 @@ def _show(text: str) -> None:
     styled.highlight_regex(r"\b(?:PIX|PXB|OK)\b", "green")
     styled.highlight_regex(r"\b(?:PHB|NODE)\b", "yellow")
     styled.highlight_regex(r"\bSYS\b|\w+!\w+", "red")
+    styled.highlight_regex(r"\b(?:NO-ACCESS|DROPPED|MIRRORED|CORRUPT|HANG)\b", "bold red")
     screen.print(styled)
 
 
@@ -257,11 +258,24 @@ def advise(
 
 def _show_advice(advice: Advice) -> None:
     typer.echo(f"islands: {' | '.join(' '.join(group) for group in advice.islands)}")
+    if advice.traffic_islands is not None:
+        typer.echo(
+            f"islands by traffic: {' | '.join(' '.join(some) for some in advice.traffic_islands)}"
+        )
     typer.echo(f"order: {' '.join(advice.order)}")
     if advice.visible_devices is None:
         typer.echo("CUDA_VISIBLE_DEVICES: not given, the UUID of a GPU is unknown")
     else:
         typer.echo(f"CUDA_VISIBLE_DEVICES={advice.visible_devices}")
+    for memory, limits in (advice.crossovers or {}).items():
+        typer.echo(f"protocol in {memory}: {_protocols(limits)}")
     for veto in advice.vetoes:
         typer.echo(f"veto: {veto.source} -> {veto.target}: {veto.reason}")
     typer.echo(f"{len(advice.vetoes)} vetoes")
+
+
+def _protocols(limits: Mapping[str, int | None]) -> str:
+    """Return crossovers in words."""
+    tagged, push = limits["tagged_nbytes"], limits["push_nbytes"]
+    rest = "push" if push is None else f"push up to {push}, then pull"
+    return f"tagged up to {tagged} bytes that a rank receives, then {rest}"

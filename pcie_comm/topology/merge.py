@@ -61,11 +61,14 @@ def _add(whole: Host, other: Host) -> Host:
             for gpu in gpus
         )
     translated = with_names(other, names or {})
+    both: dict[str, Any] = {
+        name: (*getattr(whole, name), *getattr(translated, name)) for name in PROBED
+    }
     return replace(
         filled,
         sources=(*whole.sources, *other.sources),
         gpus=gpus if gpus is not None else other.gpus,
-        **{name: (*getattr(whole, name), *getattr(translated, name)) for name in PROBED},
+        **both,
         loose_acs=(*whole.loose_acs, *other.loose_acs),
         remarks=(*whole.remarks, *other.remarks, *((remark,) if remark else ())),
     )
@@ -74,7 +77,7 @@ def _add(whole: Host, other: Host) -> Host:
 def _nameless(host: Host) -> Host:
     """Return a view without what names GPUs that could not be matched."""
     reasons = {**host.unknown, "driver_labels": "not matched", "pairs": "not matched"}
-    nothing: dict[str, Any] = {name: () for name in PROBED}
+    nothing: dict[str, Any] = dict.fromkeys(PROBED, ())
     return replace(host, driver_labels=None, pairs=None, unknown=reasons, **nothing)
 
 

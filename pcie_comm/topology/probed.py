@@ -179,6 +179,12 @@ class LinkLoad(Record):
     unknown: Reasons = field(default_factory=no_reasons)
 
 
+UPLINK = "all sources of one uplink at once"
+TWO_ROOTS = "two sources of one switch to two roots"
+ONE_ROOT = "control: two sources of one switch to one root"
+TWO_SWITCHES = "control: two sources of two switches to two roots"
+"""Names of patterns that rules look at; the controls tell the one cause from the other."""
+
 NAMES = ("source", "target", "gpu", "row", "column")
 
 R = TypeVar("R", bound=Record)
@@ -194,6 +200,15 @@ def renamed(record: R, new: Callable[[str], str]) -> R:
         elif isinstance(value, tuple) and value and isinstance(value[0], Record):
             changed[item.name] = tuple(renamed(one, new) for one in value)
     return replace(record, **changed)
+
+
+def best_us(exchange: Exchange) -> float | None:
+    """Return the microseconds of the fastest protocol at the smallest size; None if unknown."""
+    first = exchange.points[0] if exchange.points else None
+    if first is None:
+        return None
+    times = (first.pull_us, first.push_us, first.tagged_us)
+    return min((us for us in times if us is not None), default=None)
 
 
 def worst(verdicts: list[str]) -> str:

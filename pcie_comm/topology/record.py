@@ -40,6 +40,7 @@ class Record:
 
 
 def no_reasons() -> Reasons:
+    """Return the reasons of a record that was given none."""
     return {}
 
 

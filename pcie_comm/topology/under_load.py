@@ -58,7 +58,8 @@ def links_now(
 
     Args:
         gpus: PCI address and UUID, by name.
-        root, module: As for read_counters.
+        root: As for read_counters.
+        module: Likewise.
     """
     sysfs, later = Sysfs(root / "sys"), "not compared yet"
     try:

@@ -1,4 +1,4 @@
-"""GPUs that exist only here: the part of the driver API that probes use, and their kernels in NumPy.
+"""GPUs that exist only here: the part of the driver API that probes use.
 
 Work runs when it is launched; a kernel that plays with a peer runs when both are there. Ways
 between GPUs can be bad (`faults`): what an actor does to another's memory is dropped, kept in a
@@ -10,19 +10,16 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Sequence
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fake_kernels import HOST, Kernels
 
 from pcie_comm.kernels.compile import CompiledKernel
-from pcie_comm.probe.pattern import pattern
-from pcie_comm.probe.sizes import FLAG_NBYTES, MOST_BLOCKS, PAYLOAD_OFFSET, RESULTS_OFFSET, THREADS
+from pcie_comm.probe.sizes import MOST_BLOCKS
 
-HOST = "host"
-SIMULATED_ROUNDS = 4
 Result = tuple[Any, ...]
 
 
@@ -64,7 +61,7 @@ class Denied(Exception):
     """A kernel touched what it must not."""
 
 
-class FakeDriver:
+class FakeDriver(Kernels):
     """Stands in for the module `cuda.bindings.driver`.
 
     Args:
@@ -257,13 +254,17 @@ class FakeDriver:
         self.find(dstDevice)[1][:N] = uc
         return OK
 
-    def cuMemcpyDtoHAsync(self, dstHost: int, srcDevice: int, ByteCount: int, hStream: Any) -> Result:
+    def cuMemcpyDtoHAsync(
+        self, dstHost: int, srcDevice: int, ByteCount: int, hStream: Any
+    ) -> Result:
         data = self.find(srcDevice)[1][:ByteCount]
         if self.faults.get((hStream[0], HOST)) != "drop" or dstHost not in self.registered:
             ctypes.memmove(dstHost, data.tobytes(), ByteCount)
         return OK
 
-    def cuMemcpyHtoDAsync(self, dstDevice: int, srcHost: int, ByteCount: int, hStream: Any) -> Result:
+    def cuMemcpyHtoDAsync(
+        self, dstDevice: int, srcHost: int, ByteCount: int, hStream: Any
+    ) -> Result:
         data = np.frombuffer(ctypes.string_at(srcHost, ByteCount), dtype=np.uint8)
         self.find(dstDevice)[1][:ByteCount] = data
         return OK
@@ -332,23 +333,11 @@ class FakeDriver:
     def cuKernelGetFunction(self, kernel: int) -> Result:
         return (*OK, kernel) if self.contexts else (Status.CUDA_ERROR_INVALID_CONTEXT, None)
 
-    def cuLaunchKernel(
-        self,
-        f: int,
-        gridDimX: int,
-        gridDimY: int,
-        gridDimZ: int,
-        blockDimX: int,
-        blockDimY: int,
-        blockDimZ: int,
-        sharedMemBytes: int,
-        hStream: Any,
-        kernelParams: int,
-        extra: int,
-    ) -> Result:
+    def cuLaunchKernel(self, f: int, *rest: Any) -> Result:
+        gridDimX, *others, hStream, kernelParams, extra = rest
         name = NAMES[f]
         assert self.contexts[-1] == hStream[0], "the stream's context must be current"
-        assert (gridDimY, gridDimZ, blockDimY, blockDimZ, sharedMemBytes, extra) == (1, 1, 1, 1, 0, 0)
+        assert [*others[:2], *others[3:], extra] == [1, 1, 1, 1, 0, 0]
         assert gridDimX <= MOST_BLOCKS
         self.launches.append(name)
         rank, addresses, scalars = _arguments(kernelParams, *KERNELS[name])
@@ -365,116 +354,6 @@ class FakeDriver:
             self.error = Status.CUDA_ERROR_ILLEGAL_ADDRESS
         return OK
 
-    # ---- the kernels
-
-    def probe_fill(self, gpu: int, addresses: list[int], scalars: list[int], grid: int) -> None:
-        packs, seed = scalars
-        self.store(gpu, addresses[0], pattern(seed, 4 * packs))
-
-    def probe_check(self, gpu: int, addresses: list[int], scalars: list[int], grid: int) -> None:
-        packs, seed, stale = scalars
-        found = self.load(gpu, addresses[0], 16 * packs).view(np.uint32)
-        differs = found != pattern(seed, 4 * packs)
-        counts = np.zeros((grid * THREADS, 2), dtype=np.uint32)
-        counts[0] = differs.sum(), (differs & (found == pattern(stale, 4 * packs))).sum()
-        self.store(gpu, addresses[1], counts)
-
-    def probe_copy(self, gpu: int, addresses: list[int], scalars: list[int], grid: int) -> None:
-        self.store(gpu, addresses[1], self.load(gpu, addresses[0], 16 * scalars[0]))
-
-    def probe_chase(self, gpu: int, addresses: list[int], scalars: list[int], grid: int) -> None:
-        at = 0
-        for _ in range(scalars[0]):
-            at = int(self.load(gpu, addresses[0] + at, 8).view(np.uint64)[0])
-        self.store(gpu, addresses[1], np.array([1000 * scalars[0], at], dtype=np.uint64))
-
-    def _play(self) -> None:
-        players = sorted(self.waiting)
-        self.waiting.clear()
-        assert [player[0] for player in players] == [0, 1]
-        assert players[0][1] != players[1][1], "two players on one stream"
-        name, scalars, blocks = players[0][2], players[0][4], players[0][5]
-        sides = [(player[6], player[3]) for player in players]
-        hung = any(self.faults.get(pair) == "hang" for pair in _pairs(sides[0][0], sides[1][0]))
-        rounds = scalars[0]
-        done = 0
-        wrong = [0, 0]
-        for number in range(1, 1 + min(rounds, SIMULATED_ROUNDS)):
-            if hung or not self._round(name, number, sides, scalars, (blocks, wrong)):
-                break
-            done = rounds if number == min(rounds, SIMULATED_ROUNDS) else number
-        for (gpu, addresses), count in zip(sides, wrong, strict=True):
-            heads = np.array([[2000 * rounds, done]] * blocks, dtype=np.uint64)
-            self.store(gpu, addresses[2], heads)
-            self.store(gpu, addresses[2] + RESULTS_OFFSET, np.array([count], dtype=np.uint32))
-
-    def _round(
-        self,
-        name: str,
-        number: int,
-        sides: list[tuple[int, list[int]]],
-        scalars: list[int],
-        state: tuple[int, list[int]],
-    ) -> bool:
-        """Play a round; return whether both saw the other's flags, or tags."""
-        if name == "probe_ping_pong":
-            for gpu, (_, peer, _) in sides:
-                self.store(gpu, peer, np.array([number], dtype=np.uint64))
-            return all(self._word(gpu, own) == number for gpu, (own, _, _) in sides)
-        blocks, wrong = state
-        protocol = name.split("-")[1]
-        packs, seed = scalars[1], scalars[2]
-        size = blocks * packs * THREADS
-        place = PAYLOAD_OFFSET + 16 * size * (number & 1)
-        stamps = [seed + (2 * number + rank) * 0x632BE5AB for rank in range(2)]
-        payload = [_payload(protocol, stamp, size, number) for stamp in stamps]
-        for (gpu, (own, peer, _)), data in zip(sides, payload, strict=True):
-            self.store(gpu, (own if protocol == "pull" else peer) + place, data)
-        if protocol == "tagged":
-            return self._collect_units(sides, payload, place, wrong)
-        flags = [(MOST_BLOCKS * (number & 1) + block) * FLAG_NBYTES for block in range(blocks)]
-        for gpu, (_, peer, _) in sides:
-            for flag in flags:
-                self.store(gpu, peer + flag, np.array([number], dtype=np.uint64))
-        if not all(self._word(gpu, own + f) == number for gpu, (own, _, _) in sides for f in flags):
-            return False
-        for rank, (gpu, (own, peer, _)) in enumerate(sides):
-            source = peer if protocol == "pull" else own
-            found = self.load(gpu, source + place, 16 * size).view(np.uint32)
-            wrong[rank] += int((found != payload[1 - rank]).sum())
-        return True
-
-    def _collect_units(
-        self,
-        sides: list[tuple[int, list[int]]],
-        payload: list[np.ndarray],
-        place: int,
-        wrong: list[int],
-    ) -> bool:
-        complete = True
-        for rank, (gpu, (own, _, _)) in enumerate(sides):
-            found = self.load(gpu, own + place, payload[0].nbytes).view(np.uint32)
-            good = payload[1 - rank]
-            complete &= bool((found[1::2] == good[1::2]).all())
-            wrong[rank] += int((found[::2] != good[::2]).sum()) if complete else 0
-        return complete
-
-    def _word(self, gpu: int, address: int) -> int:
-        return int(self.load(gpu, address, 8).view(np.uint64)[0])
-
-
-def _payload(protocol: str, stamp: int, size: int, number: int) -> np.ndarray:
-    words = pattern(stamp, 4 * size)
-    if protocol != "tagged":
-        return words
-    units = words.reshape(-1, 4).copy()
-    units[:, 2], units[:, 1], units[:, 3] = words.reshape(-1, 4)[:, 1], number, number
-    return units.reshape(-1)
-
-
-def _pairs(one: int, other: int) -> Sequence[tuple[Any, Any]]:
-    return [(one, other), (other, one), (one, HOST), (other, HOST)]
-
 
 def _arguments(where: int, addresses: int, scalars: int) -> tuple[int, list[int], list[int]]:
     """Return rank, addresses and scalars of a launch."""
@@ -482,7 +361,9 @@ def _arguments(where: int, addresses: int, scalars: int) -> tuple[int, list[int]
     control, rank, world_size, _ = (
         kind.from_address(pointer).value
         for kind, pointer in zip(
-            (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint32), pointers, strict=False
+            (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint32),
+            pointers,
+            strict=False,
         )
     )
     assert (control, world_size) == (0, 2)

@@ -13,9 +13,10 @@ from pcie_comm.probe.kernels import PROBES
 from pcie_comm.probe.pattern import chain, count, pattern
 
 CALLS = [name for name in dir(FakeDriver) if re.fullmatch(r"cu[A-Z]\w+", name)]
+VARIADIC = ("cuLibraryLoadData", "cuLaunchKernel")  # the fake takes them apart itself
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "cuLibraryLoadData"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in VARIADIC])
 def test_calls_have_the_parameters_of_the_bindings(name):
     driver = pytest.importorskip("cuda.bindings.driver")
     first = getattr(driver, name).__doc__.splitlines()[0]
