@@ -94,7 +94,9 @@ def _check_node(region: Region, node: int | None) -> None:
         return
     found = nodes_of(region)
     if isinstance(found, str):
-        raise UnsupportedError(f"it is not known where the memory lies: {found}", reason=found)
+        raise UnsupportedError(
+            f"it is not known on which NUMA node the memory lies: {found}", reason=found
+        )
     if set(found) != {node}:
         reason = f"the memory lies on NUMA nodes {sorted(found)}, not {node}"
         raise UnsupportedError(f"{reason}; too little is free there", reason=reason)

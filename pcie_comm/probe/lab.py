@@ -49,7 +49,7 @@ class Lab:
             UnsupportedError: CUDA says that it cannot; reason NO_PEER_ACCESS.
             CudaError: The driver refuses.
         """
-        if one is other:
+        if one.device.index == other.device.index:
             return
         ends = [driver.call("cuDeviceGet", gpu.device.index) for gpu in (one, other)]
         if not driver.call("cuDeviceCanAccessPeer", *ends):

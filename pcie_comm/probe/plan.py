@@ -130,11 +130,11 @@ def _figure(names: Names, kind: str, pair: tuple[str, str], scale: Scale) -> Tas
 
 
 def _of_host(host: Host, names: Names, name: str, scale: Scale) -> Iterator[Task]:
-    """Yield a GPU's figures with the host's memory, by NUMA node where nodes are known."""
+    """Yield a GPU's figures with the host's memory: of any NUMA node, and of each of several."""
     nodes: list[tuple[str, dict[str, Any]]] = [(HOST, {})]
     known = [node for node in host.system.numa or () if node.cpus]
-    if known:
-        nodes = [
+    if len(known) > 1:
+        nodes += [
             (f"node{node.index}", {"node": node.index, "cpus": expand_ranges(node.cpus or "")})
             for node in known
         ]

@@ -156,7 +156,7 @@ def node_task(**options):
         ({1: 4}, ""),
         ({0: 4}, "the memory lies on NUMA nodes [0], not 1"),
         ({0: 1, 1: 3}, "the memory lies on NUMA nodes [0, 1], not 1"),
-        ("hidden", "it is not known where the memory lies: hidden"),
+        ("hidden", "it is not known on which NUMA node the memory lies: hidden"),
     ],
 )
 def test_memory_that_is_not_on_its_node_is_not_measured(lab_of, monkeypatch, nodes, reason):
@@ -190,6 +190,20 @@ def test_where_memory_of_this_machine_lies(lab_of):
         found = region.nodes_of(memory.near(lab.gpu("GPU0"), 1 << 16, ()))
         if isinstance(found, dict):
             assert sum(found.values()) == 16
+
+
+def test_each_of_several_numa_nodes_has_a_column():
+    def columns(nodes: int) -> set[str]:
+        tasks = plan.measure(host(1, nodes), {"GPU0": 0}, SMALL)
+        return {
+            blank.column
+            for task in tasks
+            for blank in task.blanks
+            if isinstance(blank, Figure) and blank.kind == "host-sm-read"
+        }
+
+    assert columns(0) == columns(1) == {HOST}
+    assert columns(2) == {HOST, "node0", "node1"}
 
 
 def test_matrices():
