@@ -19,9 +19,9 @@ from .works import perform
 def _open(ordinals: Mapping[str, int]) -> Lab:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program ends its children itself
     os.dup2(2, 1)  # what libraries print is not part of a report
-    request_hardware_queues(HARDWARE_QUEUES)
+    queues = request_hardware_queues(HARDWARE_QUEUES)
     config = Config()
-    return Lab(ordinals, KernelStore(config.kernels_dir, config.cache_dir))
+    return Lab(ordinals, KernelStore(config.kernels_dir, config.cache_dir), queues)
 
 
 def serve(pipe: Connection, ordinals: Mapping[str, int]) -> None:

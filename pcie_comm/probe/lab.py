@@ -17,6 +17,9 @@ from .region import Region, of_gpu, of_host
 NO_PEER_ACCESS = "no peer access"
 """Reason of the error where CUDA says that a GPU cannot address another."""
 
+ENOUGH_QUEUES = 16
+"""Streams of a process take hardware queues in turn; a GPU has fewer than this at a time."""
+
 
 class Lab:
     """What tasks work with. GPUs are opened when they are first asked for, and stay open.
@@ -24,10 +27,12 @@ class Lab:
     Args:
         ordinals: CUDA ordinals of all GPUs that may be asked for, by name.
         store: Where kernels come from.
+        queues: Hardware queues of this process's CUDA.
     """
 
-    def __init__(self, ordinals: Mapping[str, int], store: KernelStore) -> None:
+    def __init__(self, ordinals: Mapping[str, int], store: KernelStore, queues: int = 32) -> None:
         self._ordinals = dict(ordinals)
+        self._queues = queues
         self._store = store
         self._gpus: dict[str, Gpu] = {}
         self._seeds = itertools.count(0x1234_5678, 0x0101_0307)
@@ -37,6 +42,19 @@ class Lab:
         if name not in self._gpus:
             self._gpus[name] = Gpu(name, self._ordinals[name], self._store)
         return self._gpus[name]
+
+    def check_side_by_side(self) -> None:
+        """Check that two kernels can run at the same time, each on a stream of its own.
+
+        Raises:
+            UnsupportedError: They might share a hardware queue, and one would wait for the other.
+        """
+        if self._queues < ENOUGH_QUEUES:
+            raise UnsupportedError(
+                f"CUDA_DEVICE_MAX_CONNECTIONS={self._queues} is too few for kernels side by side; "
+                f"unset it, or set it to {ENOUGH_QUEUES} or more",
+                reason="too few hardware queues",
+            )
 
     def seed(self) -> int:
         """Return a seed that was not used before."""

@@ -101,6 +101,7 @@ def _side_by_side(
     lab: Lab, game: Game, key: KernelKey, scalars: Sequence[int], size: tuple[int, int]
 ) -> list[np.ndarray]:
     """Run a kernel on both ranks at once; return their results, as bytes."""
+    lab.check_side_by_side()
     blocks, nbytes = size
     gpus = [lab.gpu(name) for name in game.gpus]
     with lab.memory() as memory:

@@ -24,7 +24,7 @@ from pcie_comm.topology import codec
 from pcie_comm.topology.advice import Veto, advise
 from pcie_comm.topology.collect import collect
 from pcie_comm.topology.doctor import Case, examine
-from pcie_comm.topology.model import ANY
+from pcie_comm.topology.model import ANY, Gpu
 from pcie_comm.topology.probed import Check, Exchange, Pattern
 from pcie_comm.topology.render import to_html, to_text
 from pcie_comm.transport.cuda_memory import dashed
@@ -167,9 +167,8 @@ def test_ways_between_two_names_of_a_gpu(lab):
 
 
 def test_measures_between_two_names_of_a_gpu(lab):
-    host = replace(collect(), nodes=None, unknown={ANY: "a test"})
-    gpu = host.gpus[0]
-    host = replace(host, gpus=(replace(gpu, name="GPU0"), replace(gpu, name="GPU1")))
+    gpus = tuple(Gpu(name, unknown={ANY: "a test"}) for name in NAMES)
+    host = replace(collect(), gpus=gpus, nodes=None, unknown={ANY: "a test"})
     for task in plan.measure(host, NAMES, SMALL):
         if not task.work or task.work == "links":
             continue

@@ -158,3 +158,14 @@ def test_errors_become_verdicts(lab_of):
     assert failing(full) == ("SKIPPED", True)
     assert failing(CompileError("no compiler")) == ("SKIPPED", False)
     assert failing(ZeroDivisionError("ours")) == ("SKIPPED", True)
+
+
+def test_kernels_that_could_not_run_side_by_side_are_not_launched(lab_of):
+    fake = FakeDriver(1)
+    lab = lab_of(fake)
+    lab._queues = 1
+    found = verdicts(lab, {"GPU0": 0})
+    litmus = [check for check in found.values() if "litmus" in check.name]
+    assert {check.verdict for check in litmus} == {"SKIPPED"}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in litmus[0].detail
+    assert not [name for name in fake.launches if "exchange" in name]

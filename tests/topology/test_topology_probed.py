@@ -240,7 +240,8 @@ def test_text_has_verdicts_figures_and_reasons(host):
     assert "GPU0 -> GPU1 store: DROPPED: 3 of 9 words" in text
     assert "one to all: a test" in text
     assert "islands by traffic: GPU0 GPU1 | GPU2 GPU3" in text
-    assert "exchange of GPU0 and GPU1, slabs in pinned (us)" in text
+    assert "exchange of two ranks, slabs in pinned: pull / push / tagged (us)" in text
+    assert "GPU0 - GPU1 6 / 2.082 / 1.764" in text
     assert "32 GT/s x16" in text and text.isascii()
 
 

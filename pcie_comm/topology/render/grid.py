@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..model import Host, Link, Measurement
-from ..probed import Check, Exchange, Ladder, LinkLoad, Pattern
+from ..probed import MEMORIES, Check, Exchange, Ladder, LinkLoad, Pattern
 
 UNKNOWN = "?"
 
@@ -32,8 +32,10 @@ def tables(host: Host) -> Iterator[Table]:
     """Yield a table for each kind of thing that was verified or measured; matrices apart."""
     if host.checks:
         yield checks(host.checks)
-    for exchange in host.exchanges:
-        yield of_exchange(exchange)
+    for memory in MEMORIES:
+        found = [one for one in host.exchanges if one.memory == memory]
+        if found:
+            yield exchanges(found, memory)
     if host.ladders:
         yield ladders(host.ladders)
     if host.patterns:
@@ -72,20 +74,22 @@ def _reasons(found: Sequence[Check]) -> Iterator[str]:
         yield f"{', '.join(places[:2])}{more}: {detail}"
 
 
-def of_exchange(one: Exchange) -> Table:
-    """Return the times of the protocols, a row for each size."""
-    ends = (
-        f"{one.source} and {one.target}" if one.source != one.target else f"ranks on {one.source}"
-    )
-    title = f"exchange of {ends}, slabs in {one.memory} (us)"
-    rows = tuple(
-        (
-            f"{point.nbytes} B",
-            tuple(number(us) for us in (point.pull_us, point.push_us, point.tagged_us)),
-        )
-        for point in one.points or ()
-    )
-    return Table(title, ("pull", "push", "tagged"), rows, _gap(one.why("points")))
+def exchanges(found: Sequence[Exchange], memory: str) -> Table:
+    """Return the times of the protocols with slabs in one memory, a row for each pair."""
+    sizes = sorted({point.nbytes for one in found for point in one.points or ()})
+    rows, notes = [], dict[str, None]()
+    for one in found:
+        name = f"{one.source} - {one.target}"
+        if one.points is None:
+            notes[f"{name}: {one.why('points')}"] = None
+            continue
+        times = {
+            point.nbytes: " / ".join(map(number, (point.pull_us, point.push_us, point.tagged_us)))
+            for point in one.points
+        }
+        rows.append((name, tuple(times.get(size, UNKNOWN) for size in sizes)))
+    title = f"exchange of two ranks, slabs in {memory}: pull / push / tagged (us)"
+    return Table(title, tuple(f"{size} B" for size in sizes), tuple(rows), tuple(notes))
 
 
 def ladders(found: Sequence[Ladder]) -> Table:
@@ -159,7 +163,3 @@ def link(one: Link | None) -> str:
 def number(value: float | None) -> str:
     """Return a figure as it is shown."""
     return UNKNOWN if value is None else f"{value:.4g}"
-
-
-def _gap(reason: str) -> tuple[str, ...]:
-    return (reason,) if reason else ()
