@@ -79,13 +79,13 @@ class Answer:
         records: The blanks, filled.
         data: Anything else, for works that are asked something.
         broken: The process is of no further use.
-        wrong: What arrived was wrong, in words; nothing if it was not.
+        wrong: Between which places wrong bytes arrived, and how; None if none did.
     """
 
     records: tuple[Record, ...]
     data: Any = None
     broken: bool = False
-    wrong: str = ""
+    wrong: tuple[str, str, str] | None = None
 
 
 def blank_check(source: str, target: str, name: str) -> Check:

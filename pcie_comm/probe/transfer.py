@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CommError
+from ..topology.probed import HOST
 from .gpu import Gpu
 from .lab import Lab, count_by_owner, fill_by_owner
 from .pattern import Counts
@@ -17,7 +18,15 @@ MOST_REPEATS = 400
 
 
 class WrongBytes(CommError):
-    """A timed transfer moved wrong bytes: its figure means nothing."""
+    """A timed transfer moved wrong bytes: its figure means nothing.
+
+    Attributes:
+        ends: The GPU that moved them, and the place at the other end.
+    """
+
+    def __init__(self, message: str, ends: tuple[str, str]) -> None:
+        super().__init__(message)
+        self.ends = ends
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,12 @@ class Transfer:
     @property
     def stream(self) -> Any:
         return self.gpu.lane(self.lane)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Names of the GPU and of the place at the other end."""
+        far = self.source if self.target.owner is self.gpu else self.target
+        return self.gpu.name, HOST if far.owner is None else far.owner.name
 
     def enqueue(self) -> None:
         """Start it."""
@@ -117,5 +132,6 @@ def _compare(transfers: Sequence[Transfer], stale: int) -> None:
         if counts.wrong:
             raise WrongBytes(
                 f"{counts.wrong} of {counts.words} words are wrong at the target, "
-                f"{counts.stale} of them as they were before; do not use this way"
+                f"{counts.stale} of them as they were before; do not use this way",
+                one.ends,
             )

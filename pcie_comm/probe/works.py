@@ -54,7 +54,7 @@ def perform(lab: Lab, task: Task, work: Work | None = None) -> Answer:
         return (work or WORKS[task.work])(lab, task)
     except CommError as error:
         verdict, broken = _judge(error)
-        wrong = str(error) if isinstance(error, WrongBytes) else ""
+        wrong = (*error.ends, str(error)) if isinstance(error, WrongBytes) else None
         return Answer(failed(task.blanks, verdict, str(error)), broken=broken, wrong=wrong)
     except Exception as error:
         reason = f"a fault of the probe: {type(error).__name__}: {error}"

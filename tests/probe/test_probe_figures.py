@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fake_gpu import HOST, FakeDriver
 
-from pcie_comm.probe import figures, load, plan, region, works
+from pcie_comm.probe import figures, load, plan, program, region, works
 from pcie_comm.probe.matrices import KINDS, assemble
 from pcie_comm.probe.plan import Scale
 from pcie_comm.probe.task import Figure, Task
@@ -113,7 +113,23 @@ def test_wrong_bytes_are_no_figure(lab_of, fault):
     (found,) = answer.records
     assert found.value is None
     assert "words are wrong at the target" in found.why("value")
-    assert answer.wrong and not answer.broken
+    assert answer.wrong[:2] == ("GPU0", "GPU1") and not answer.broken
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (2, 0)])
+def test_of_many_flows_the_bad_one_is_named(lab_of, bad):
+    lab = lab_of(FakeDriver(3, {bad: "spoil"}))
+    names = {f"GPU{at}": at for at in range(3)}
+    task = next(
+        task
+        for task in plan.measure(host(3), names, SMALL)
+        if task.options.get("title") == "all to all, write"
+    )
+    answer = works.perform(lab, task)
+    assert answer.records[0].flows is None
+    assert answer.wrong[:2] == tuple(f"GPU{at}" for at in bad)
+    (check,) = program._faults(task, answer)
+    assert (check.source, check.target, check.verdict) == (*answer.wrong[:2], "CORRUPT")
 
 
 def test_a_hang_is_a_gap_and_its_reason(lab_of):
