@@ -38,6 +38,7 @@ PARTS = (
     ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
     ("tests/transport",),
     ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
+    ("tests/gpu/test_topology.py",),
     ("tests/gpu/test_exact.py",),
 )
 """Test files that run in one process; `check_parts` sees to it that none is left out."""
