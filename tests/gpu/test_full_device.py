@@ -116,7 +116,7 @@ def test_b38_a_grid_that_cannot_be_resident_is_refused():
         (group,), batch = world.groups, harness.make_batch(PAIR, 1, 1, 8)
         engine = group.channel("default").engine
         fitting, engine._at_once = engine._at_once, 1 << 20
-        with pytest.raises(UnsupportedError, match=r"the device holds \d+") as caught:
+        with pytest.raises(UnsupportedError, match=r"the device has room for \d+") as caught:
             enqueue(batch, group, 0)
         assert caught.value.reason == "the launch would wait for blocks that cannot start"
         engine._at_once = fitting
