@@ -6,7 +6,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -179,37 +179,41 @@ class CudaEngine:
         arguments = Arguments(lane, addresses, plan.scalars)
         launch, function, block = kernel.entry_point, kernel.function, kernel.block
         index, communicates, grid = self._index, bool(plan.exchanged), plan.grid
-        where, overlaps = arguments.address, self.overlaps
+        where, launching = arguments.address, self._launching
 
-        def submit(stream: int) -> None:
-            if stream:
-                (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
-                if not status:
-                    return
-                if int(status) not in WRONG_CONTEXT:
-                    driver.check("cuLaunchKernel", (status,))
+        def launch_in_context(status: Any) -> None:
             # This thread has no context, or another's; or the default stream, whose handle does
             # not say whose default stream it is.
+            if int(status) not in (*WRONG_CONTEXT, 0):
+                driver.check("cuLaunchKernel", (status,))
+            stream = current_stream_handle(index)
             with self._cuda.current():
                 driver.call(
                     "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, where, 0
                 )
 
         def enqueue() -> None:
+            status: Any = 0
             stream = current_stream_handle(index)
             if is_capturing():
                 self.captured = True
-                if overlaps:
+                if self.overlaps:
                     kernel.launch_overlapping(arguments, grid, stream)
-                else:
-                    submit(stream)
-            elif communicates:
-                with self._launching:
-                    if stream != self._last_handle:
-                        self._move_to(stream)
-                    submit(stream)
-            else:
-                submit(stream)
+                    return
+                if stream:
+                    (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
+                    if not status:
+                        return
+                launch_in_context(status)
+                return
+            with launching:  # no function call more than it takes: host time is what counts here
+                if stream != self._last_handle and communicates:
+                    self._move_to(stream)
+                if stream:
+                    (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
+                    if not status:
+                        return
+                launch_in_context(status)
 
         return BoundLaunch(enqueue, arguments)
 
