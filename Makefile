@@ -4,6 +4,7 @@
 #   DEMO_ARGS=...       options of `pcie-comm demo`          PYTEST_ARGS=...   options of pytest
 #   GPU_PYTHON=...      the interpreter of `make gpu-test`   REPORT=FILE       where its report goes
 #   MODEL_ARGS=--small  options of tools/model/check.py      WHEEL_ARGS=...    of tools/build_wheel.py
+#   PACKAGE_ARGS=...    options of tools/check_install.py
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +23,7 @@ GPU_MODULES := torch, cuda.bindings.driver, numpy, pytest, pytest_timeout, hypot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check docs model wheel gpu-test clean
+.PHONY: help demo test check docs model wheel package gpu-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +50,9 @@ model: ## check the protocol with the model checker SPIN; says what is missing
 
 wheel: $(STAMP) ## the wheel, with every kernel compiled; slow the first time, then incremental
 	$(BIN)/python tools/build_wheel.py --out dist $(WHEEL_ARGS)
+
+package: $(STAMP) ## sdist and wheel, installed and tried in a fresh environment without the compiler
+	$(BIN)/python tools/check_install.py $(CONSTRAINTS) $(PACKAGE_ARGS)
 
 # Works without a network: an interpreter that already has the modules is used as it is, and one
 # that was asked for by name is never replaced.
