@@ -138,7 +138,9 @@ def test_the_trial_finds_the_compiler_of_this_environment(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(check_install.run(python, "-c", where, cwd=tmp_path).strip())
-    paths = [path for path in sys.path if Path(path).name.endswith("-packages")]
+    paths = [
+        path for path in sys.path if Path(path).name.endswith("packages")
+    ]  # the DSL has its own
     (site / "needed.pth").write_text("\n".join([str(ROOT), *paths]))
     said = check_install.run(python, ROOT / "tools" / "installed_trial.py", cwd=tmp_path)
     assert "the CuTe DSL is here" in check_install.json.loads(said)["faults"][0]
