@@ -204,7 +204,7 @@ WRONG = {
     "file": "```python\n# say.py\nraise SystemExit(3)\n```\n",
     "command": "```sh\npcie-comm no-such-command\n```\n",
     "make": "```sh\nmake no-such-target\n```\n",
-    "one rank": "<!-- run: ranks=2 -->\n```python\nimport os\n1 / (os.environ['RANK'] < '1')\n```\n",
+    "one rank": "<!-- run: ranks=2 -->\n```python\nimport os\n[1][int(os.environ['RANK'])]\n```\n",
     "nobody dies": "<!-- run: ranks=3 with=dying_peer -->\n```python\ngroup = None\n```\n",
 }
 
