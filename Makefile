@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DOCS_STAMP := $(VENV)/docs_installed
 
 # A driver's own file, or its tool in containers that hide /proc/driver.
 HAVE_DRIVER := $(shell test -e /proc/driver/nvidia/version && echo yes || command -v nvidia-smi)
@@ -42,8 +43,10 @@ check: $(STAMP) ## lint, format, types, import contracts, sizes, links
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_links.py
 
-docs: $(STAMP) ## check that the links in the documentation resolve
+docs: $(DOCS_STAMP) ## the documentation site, into build/site, in strict mode; then its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python tools/check_links.py
+	$(BIN)/python tools/check_site.py build/site
 
 model: ## check the protocol with the model checker SPIN; says what is missing
 	$(PYTHON) tools/model/check.py $(MODEL_ARGS)
@@ -79,6 +82,11 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) \
 	  --editable '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) \
+	  --editable '.[docs]'
 	@touch $@
 
 clean: ## remove builds and caches, not .venv

@@ -4,7 +4,8 @@ A block is `python`, `sh`, or something that is not run (`text`). Marks are word
 comments, so that a reader sees them: `needs a GPU`, `needs 8 GPUs`, `needs the network`,
 `takes minutes`. They hold for a python block as a whole, and for one line of a sh block. Of lines
 that call make only the target is looked up: CI runs them, and this test itself. A comment in the
-Markdown before a block says how to run it, where that is not plain: `<!-- run: ranks=4 with=dying_peer -->`.
+Markdown before a block says how to run it where that is not plain, for example
+`<!-- run: ranks=4 with=dying_peer -->`.
 """
 
 from __future__ import annotations
