@@ -23,6 +23,7 @@ from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedEr
 from .kernels import compile as compiler
 from .kernels import cubin
 from .kernels.registry import Collective, KernelKey, collectives, find
+from .probe.kernels import PROBES
 
 MAX_WORKERS = 4
 
@@ -125,28 +126,31 @@ def _capability_attributes() -> tuple[object, object]:
     return getattr(attributes, f"{prefix}_MAJOR"), getattr(attributes, f"{prefix}_MINOR")
 
 
-def jobs(archs: Sequence[str], ops: Sequence[str] = (), *, floors: bool = False) -> list[Job]:
+def jobs(
+    archs: Sequence[str], ops: Sequence[str] = (), *, floors: bool = False, probes: bool = False
+) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
 
     Args:
         archs: Architectures.
         ops: Names of collectives.
         floors: Also the kernels that only the benchmark runs.
+        probes: Also those that only the topology tool runs.
 
     Raises:
         InvalidArgumentError: An op is unknown.
     """
     chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
-    if floors:
-        chosen += [floor for name, floor in FLOORS.items() if name not in ops]
+    for wanted, others in ((floors, FLOORS), (probes, PROBES)):
+        chosen += [one for name, one in others.items() if wanted and name not in ops]
     return [
         Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
     ]
 
 
 def _plugin(op: str) -> Collective:
-    """Return a collective by its name, those of the benchmark included."""
-    return FLOORS.get(op) or find(op)
+    """Return a collective by its name, those of the benchmark and the probes included."""
+    return FLOORS.get(op) or PROBES.get(op) or find(op)
 
 
 def own_jobs(archs: Sequence[str]) -> list[Job]:

@@ -18,11 +18,12 @@ from rich.table import Table
 from .console import console
 from .console import progress as show_progress
 from .exits import FOUND_DIFFERENCE, errors_as_one_line
-from .topology.commands import mount
+from .topology.commands import Levels, mount
 
 if TYPE_CHECKING:
     from .build import Built
     from .demo import RankReport
+    from .topology.model import Host
 
 SHOWN_FAULTS = 10
 
@@ -124,6 +125,9 @@ def compile_kernels(
     floors: Annotated[
         bool, typer.Option("--floors", help="Also the kernels that only `pcie-comm bench` runs.")
     ] = False,
+    probes: Annotated[
+        bool, typer.Option("--probes", help="Also those that only `pcie-comm topo` runs.")
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Worker processes.", show_default="cores, at most 4")
     ] = None,
@@ -134,7 +138,7 @@ def compile_kernels(
 
         started = time.perf_counter()
         names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
-        todo = build.jobs(build.resolve_archs(names), op or (), floors=floors)
+        todo = build.jobs(build.resolve_archs(names), op or (), floors=floors, probes=probes)
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started
@@ -186,4 +190,12 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-mount(app)
+def _probe(host: Host, levels: Levels) -> Host:
+    from .console import timed_progress
+    from .probe import Options, probe
+
+    options = Options(levels.verify, levels.measure, levels.quick)
+    return probe(host, options, lambda seconds: timed_progress(seconds, "probing"))
+
+
+mount(app, _probe)

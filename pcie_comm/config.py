@@ -117,8 +117,9 @@ class Config:
         cache_dir: Folder of the compile cache; PCIE_COMM_CACHE.
         policy_file: Report of `pcie-comm bench`, whose crossovers `auto` goes by, or None for those
             built in; PCIE_COMM_POLICY. Ranks must have the same crossovers.
-        advice: File of `pcie-comm advise --out`, whose vetoes are obeyed, or None; refused on a
-            machine that it does not fit. Ranks must have the same vetoes. PCIE_COMM_ADVICE.
+        advice: File of `pcie-comm advise --out`, or None: its vetoes are obeyed, and its limits
+            where there is no policy file; refused on a machine that it does not fit. Ranks must
+            have the same. PCIE_COMM_ADVICE.
 
     Raises:
         InvalidArgumentError: A value, or a variable, is out of range or of the wrong type.

@@ -112,6 +112,21 @@ def from_report(report: object, source: str) -> Crossovers:
             f"{source} has no crossovers (crossovers={found!r}): a report has them if tagged push "
             f"and push were measured on GPUs; {REMEDY}"
         )
+    return from_limits(found, source)
+
+
+def from_limits(found: Mapping[str, object], source: str) -> Crossovers:
+    """Return the crossovers that a file states; a memory that is not in it keeps the defaults.
+
+    Args:
+        found: By memory, `tagged_nbytes` and `push_nbytes`.
+        source: Where it is from, for messages and for people.
+
+    Raises:
+        InvalidArgumentError: A memory is unknown, or a number is wrong.
+    """
+    if unknown := set(found) - set(BUILT_IN_LIMITS):
+        raise InvalidArgumentError(f"{source}: crossovers of unknown memory={sorted(unknown)}")
     limits = {memory: _limits(memory, values, source) for memory, values in found.items()}
     return Crossovers(**(BUILT_IN_LIMITS | limits), source=source)
 

@@ -6,13 +6,13 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import driver
 from .config import Config
-from .errors import CommError, CompileError, CudaError, UnsupportedError
+from .errors import BusyError, CommError, CompileError, CudaError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
@@ -69,7 +69,7 @@ class CudaEngine:
         self.multiprocessors = properties.multi_processor_count
         self._kernels: dict[KernelKey, LoadedKernel] = {}
         self._ops: dict[int, str] = {}
-        self.lock = threading.Lock()
+        self._launching = threading.Lock()
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
         self._cause: Cause | None = None
@@ -112,7 +112,7 @@ class CudaEngine:
 
     def seed_epoch(self, epoch: int) -> None:
         """Set every block's counter, on every rank alike; for tests of its wrap."""
-        count = MAX_BLOCKS
+        count = ControlLayout.EPOCH_NBYTES // 4 * MAX_BLOCKS
         with self._cuda.current():
             driver.call("cuMemsetD32", self._control + ControlLayout.EPOCHS, epoch, count)
             driver.call("cuCtxSynchronize")
@@ -171,46 +171,70 @@ class CudaEngine:
     def bind(self, kernel: LoadedKernel, plan: Plan, addresses: Sequence[int]) -> BoundLaunch:
         """Return a call with its arguments packed: calling it enqueues a launch.
 
-        The launch goes to torch's current stream of this device. A channel's launches are ordered:
-        when the current stream changed since the last eager launch, an event makes the new stream
-        wait for the old one.
+        The launch goes to torch's current stream of this device. A channel's eager launches are
+        ordered: when the current stream changed since the last one, an event makes the new stream
+        wait for the old one. Threads take turns, so that none comes between that and the launch.
         """
         lane = (self._control, self.rank, self.world_size, plan.signature)
         arguments = Arguments(lane, addresses, plan.scalars)
         launch, function, block = kernel.entry_point, kernel.function, kernel.block
         index, communicates, grid = self._index, bool(plan.exchanged), plan.grid
-        where, overlaps = arguments.address, self.overlaps
+        where, launching = arguments.address, self._launching
 
-        def enqueue() -> None:
-            stream = current_stream_handle(index)
-            if is_capturing():
-                self.captured = True
-                if overlaps:
-                    kernel.launch_overlapping(arguments, grid, stream)
-                    return
-            elif stream != self._last_handle and communicates:
-                self._move_to(stream)
-            if stream:
-                (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
-                if not status:
-                    return
-                if int(status) not in WRONG_CONTEXT:
-                    driver.check("cuLaunchKernel", (status,))
+        def launch_in_context(status: Any) -> None:
             # This thread has no context, or another's; or the default stream, whose handle does
             # not say whose default stream it is.
+            if int(status) not in (*WRONG_CONTEXT, 0):
+                driver.check("cuLaunchKernel", (status,))
+            stream = current_stream_handle(index)
             with self._cuda.current():
                 driver.call(
                     "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, where, 0
                 )
 
+        def enqueue() -> None:
+            status: Any = 0
+            stream = current_stream_handle(index)
+            if is_capturing():
+                self.captured = True
+                if self.overlaps:
+                    kernel.launch_overlapping(arguments, grid, stream)
+                    return
+                if stream:
+                    (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
+                    if not status:
+                        return
+                launch_in_context(status)
+                return
+            with launching:  # no function call more than it takes: host time is what counts here
+                if stream != self._last_handle and communicates:
+                    self._move_to(stream)
+                if stream:
+                    (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream, where, 0)
+                    if not status:
+                        return
+                launch_in_context(status)
+
         return BoundLaunch(enqueue, arguments)
 
     def _move_to(self, handle: int) -> None:
-        with self.lock:
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream, self._last_handle = stream, handle
+        """Make the current stream wait for the last one. Requires: `_launching` is held.
+
+        Raises:
+            BusyError: A capture has begun on the last one since.
+        """
+        stream, last = torch.cuda.current_stream(self.device), self._last_stream
+        if last is not None:
+            with torch.cuda.stream(last):
+                if is_capturing():  # waiting for it would put this call into that graph
+                    raise BusyError(
+                        f"the last eager call ran on stream={last.cuda_stream:#x}, which is being "
+                        f"captured now; this one on stream={handle:#x} cannot wait for it. Capture "
+                        "on a stream of its own, or call on another channel",
+                        rank=self.rank,
+                    )
+            stream.wait_stream(last)
+        self._last_stream, self._last_handle = stream, handle
 
     def failed(self) -> bool:
         """Tell whether the channel is broken. A read of one word of host memory."""

@@ -183,16 +183,20 @@ class PcieDcpGroup(Collectives):
             engines.append(self._engine(layout, peers))
             return b""
 
+        def seal() -> bytes:
+            transport.seal()
+            return b""
+
         try:
             records = agree(self._bootstrap, f"slab of channel {name!r}", allocate, timeout_s)
             compare([record.partition(b"\n")[0] for record in records], "the channel")
             agree(self._bootstrap, f"mapping of channel {name!r}", map_peers, timeout_s)
+            agree(self._bootstrap, f"check of channel {name!r}", seal, timeout_s)
         except BaseException:
             for engine in engines:
                 engine.close()
             self._discard(transport)
             raise
-        transport.seal()
         info = PlanInfo(
             rank=self.rank,
             world_size=self.world_size,

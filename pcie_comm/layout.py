@@ -2,7 +2,8 @@
 
 Two allocations per channel and rank:
 
-* the **slab**, which peers can address: header, signal pad, two slots;
+* the **slab**, which peers can address: header (magic, nonce, a mark of every peer that its owner
+  checks before the first call), signal pad, two slots;
 * the **control block**, which only its own rank addresses: poison word, epochs, peer table.
 
 Device code gets these numbers as compile-time constants, the CPU path uses them through NumPy
@@ -92,6 +93,8 @@ class SlabLayout:
     HEADER_NBYTES = LINE_NBYTES
     NONCE_OFFSET = 8
     NONCE_NBYTES = 16
+    MARKS_OFFSET = 64
+    MARK_NBYTES = 4
     FLAGS_OFFSET = HEADER_NBYTES
     FLAG_NBYTES = 8
     FLAG_ROW_NBYTES = MAX_WORLD * FLAG_NBYTES
@@ -143,10 +146,11 @@ class ControlLayout:
     u32: 1 if slabs lie in host memory, see Lane.confirm. confirmed u64: the last flag that block 0
     saw of every peer of a tagged launch; written by kernels. mirror u64: added to an offset of own
     tagged segments, an address in this rank's device memory.
-    peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS]: the
-    epoch of the last launch, one word per block; every launch advances all of them by one.
-    staged u64[MAX_BLOCKS]: the flag of the last launch that a block has staged for, under push and
-    pull.
+    peers u64[MAX_WORLD]: slab addresses as this rank sees them. epochs u32[MAX_BLOCKS][2]: two
+    words per block, which every launch advances by one: the epoch of the last launch that
+    concluded, and of the last that began. A launch that finds its own epoch in the second word
+    overlaps with another one. staged u64[MAX_BLOCKS]: the flag of the last launch that a block has
+    staged for, under push and pull.
     """
 
     POISON = 0
@@ -160,15 +164,18 @@ class ControlLayout:
     MIRROR = 48
     PEERS = LINE_NBYTES
     EPOCHS = 2 * LINE_NBYTES
-    STAGED = EPOCHS + align_up(4 * MAX_BLOCKS, LINE_NBYTES)
+    EPOCH_NBYTES = 8
+    BEGUN = 4
+    STAGED = EPOCHS + align_up(EPOCH_NBYTES * MAX_BLOCKS, LINE_NBYTES)
     NBYTES = STAGED + align_up(8 * MAX_BLOCKS, LINE_NBYTES)
 
 
 class StatusLayout:
     """Offsets inside the status record, in bytes; pinned host memory, one record per channel.
 
-    Written once, by the first device thread that gives up; `CODE` last. `ABORT` is the other
-    direction: the host sets it, every waiting thread polls it.
+    Written once, by the first device thread that gives up; `CODE` last. `ELAPSED` is in units of
+    1 << TIMER_SHIFT ns. `ABORT` is the other direction: the host sets it, every waiting thread
+    polls it.
     """
 
     CODE = 0
@@ -177,8 +184,8 @@ class StatusLayout:
     WANTED_SIGNATURE = 12
     SEEN_EPOCH = 16
     SEEN_SIGNATURE = 20
-    ELAPSED_NS = 24
-    BLOCK = 32
+    ELAPSED = 24
+    BLOCK = 28
     ABORT = 64
     NBYTES = 128
 
@@ -189,3 +196,4 @@ class StatusLayout:
     CODE_ABORTED_BY_HOST = (
         4  # the host's own mark; a waiting launch may overwrite it with its facts
     )
+    CODE_BUSY = 5

@@ -168,7 +168,7 @@ def local_world(
         UnsupportedError: More ranks than this process has hardware queues for.
     """
     _check_world_size(world_size)
-    return _Opening(lambda: _build_world(_devices(world_size, device), transport, config))
+    return _Opening(lambda: open_world(_devices(world_size, device), transport, config))
 
 
 def _check_world_size(world_size: object) -> None:
@@ -182,8 +182,17 @@ def _check_world_size(world_size: object) -> None:
         )
 
 
-def _build_world(devices: Sequence[str], transport: str, config: Config | None) -> LocalWorld:
-    """Build the group of every rank, each on its device."""
+def open_world(devices: Sequence[str], transport: str, config: Config | None) -> LocalWorld:
+    """Build the group of every rank, each on its device; the caller closes the world.
+
+    Args:
+        devices: Of the ranks: `cpu` for all, or `cuda:N` for each.
+        transport: As for PcieDcpGroup.
+        config: As for PcieDcpGroup.
+
+    Raises:
+        CommError: As local_world.
+    """
     world_size = len(devices)
     if devices[0].startswith("cuda"):
         queues = request_hardware_queues(HARDWARE_QUEUES)

@@ -11,7 +11,7 @@ import torch
 
 from .bootstrap import Bootstrap, agree, compare
 from .config import Config
-from .crossovers import Crossovers
+from .crossovers import Crossovers, from_limits
 from .errors import UnsupportedError
 from .kernels.compile import fingerprint
 from .kernels.registry import collectives
@@ -69,7 +69,7 @@ def meet(
         if not isinstance(wanted, str) or wanted != "auto":
             load(transport)
         advice = None if config.advice is None else load_advice(config.advice, collect())
-        own.append((resolved, load_crossovers(config.policy_file), advice))
+        own.append((resolved, _crossovers(config, advice), advice))
         contract = {
             "world_size": bootstrap.world_size,
             "transport": transport,
@@ -93,6 +93,13 @@ def meet(
         config.max_blocks,
     )
     return Terms(own[0][0], name, reason, max(sharers.values()), max_blocks, own[0][1])
+
+
+def _crossovers(config: Config, advice: Advice | None) -> Crossovers:
+    """Return when `auto` takes which protocol: by a policy file, else by advice, else as built."""
+    if config.policy_file is None and advice is not None and advice.crossovers is not None:
+        return from_limits(advice.crossovers, f"advice {advice.source}")
+    return load_crossovers(config.policy_file)
 
 
 def _transport_for(

@@ -8,12 +8,13 @@ from typing import Any
 
 from . import driver
 from .errors import (
+    BusyError,
     CommError,
     MismatchError,
     PeerAbortedError,
     PeerTimeoutError,
 )
-from .layout import StatusLayout
+from .layout import TIMER_SHIFT, StatusLayout
 from .watch.cause import Cause, doubts
 
 
@@ -48,6 +49,15 @@ class Failure:
         op = ops.get(self.wanted_signature)
         if self.code == StatusLayout.CODE_ABORTED and cause is not None:
             return cause.error(rank, op, self.epoch)
+        if self.code == StatusLayout.CODE_BUSY:
+            return BusyError(
+                f"two launches of one channel ran at the same time, one of them {op}: replays, or "
+                "a replay and a call, on streams that do not wait for each other. Outputs since "
+                "the last check are not to be trusted. Order them by events, or use two channels",
+                rank=rank,
+                op=op,
+                epoch=self.epoch,
+            )
         facts: dict[str, Any] = {"rank": rank, "peer": self.peer, "op": op, "epoch": self.epoch}
         elapsed = f"elapsed_s={self.elapsed_ns / 1e9:.3f}"
         if self.code == StatusLayout.CODE_MISMATCH:
@@ -116,7 +126,7 @@ class StatusRecord:
             wanted_signature=at(StatusLayout.WANTED_SIGNATURE),
             seen_epoch=at(StatusLayout.SEEN_EPOCH),
             seen_signature=at(StatusLayout.SEEN_SIGNATURE),
-            elapsed_ns=at(StatusLayout.ELAPSED_NS) | at(StatusLayout.ELAPSED_NS + 4) << 32,
+            elapsed_ns=at(StatusLayout.ELAPSED) << TIMER_SHIFT,
             block=at(StatusLayout.BLOCK),
         )
 

@@ -171,6 +171,12 @@ def pages(root: Path = ROOT) -> list[str]:
     ]
 
 
-def all_steps(root: Path = ROOT) -> list[Step]:
-    """Return everything that there is to run."""
-    return [step for page in pages(root) for step in steps(page, (root / page).read_text("utf-8"))]
+def read_all(root: Path = ROOT) -> tuple[list[Step], list[str]]:
+    """Return what there is to run, and a line for each page that is not understood."""
+    found, faults = [], []
+    for page in pages(root):
+        try:
+            found += steps(page, (root / page).read_text("utf-8"))
+        except BlockError as error:
+            faults.append(str(error))
+    return found, faults

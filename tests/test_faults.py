@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
 
+import fault_judge  # noqa: E402
 from fault_judge import Outcome, judge, limit_of, summary, table  # noqa: E402
 from fault_rank import Report, Round  # noqa: E402
 
@@ -82,6 +83,7 @@ WRONG = {
     "mapping": ({"left": {**CLEAN, "mappings": 2}}, "leaves 2 mappings"),
     "memory": ({"left": {**CLEAN, "kept": 1}}, "leaves 1 kept"),
     "thread": ({"left": {**CLEAN, "threads": 1}}, "leaves 1 threads"),
+    "context": ({"lost": "CUDA error: unspecified"}, "lost its context: CUDA error: unspecified"),
 }
 
 
@@ -107,6 +109,45 @@ def test_an_error_that_comes_late_is_counted(plan):
     stopped = dataclasses.replace(plan, kind="stop")
     assert limit_of(stopped) == 1.5
     assert limit_of(dataclasses.replace(plan, stage="setup", step=1)) == 5.5
+    closing = dataclasses.replace(plan, stage="close", device="cuda", transport="cuda_ipc")
+    assert limit_of(closing) == 5.5
+    assert limit_of(dataclasses.replace(closing, transport="host_pinned")) == 0.1
+
+
+KEPT = {"left": {**CLEAN, "kept": 1, "mappings": 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "ends_known", "faults"),
+    [
+        ({"kind": "stop"}, True, 0),
+        ({"kind": "stop", "transport": "host_pinned"}, True, 2),
+        ({"kind": "kill"}, True, 2),
+        ({"kind": "kill"}, False, 0),
+        ({"kind": "abort"}, False, 2),
+        ({"kind": "abort", "stage": "replay"}, True, 0),
+    ],
+    ids=str,
+)
+def test_what_device_memory_may_be_kept(plan, change, ends_known, faults, monkeypatch):
+    """A peer may address it that is stopped, or of which nobody knows whether it is gone."""
+    monkeypatch.setattr(fault_judge, "ends_are_known", lambda: ends_known)
+    error = fault_judge.ERRORS[change["kind"]]
+    code = -9 if change["kind"] == "kill" else None
+    report = dataclasses.replace(good(), error=error, exit_code=code, **KEPT)
+    on_gpu = dataclasses.replace(plan, **{"device": "cuda", "transport": "cuda_ipc", **change})
+    assert len(judged(on_gpu, report).faults) == faults
+
+
+def test_memory_that_an_earlier_round_left_may_go(plan):
+    assert judged(plan, dataclasses.replace(good(), left={**CLEAN, "kept": -1})).faults == []
+
+
+def test_an_exit_code_that_no_kernel_tells_is_no_fault(plan, monkeypatch):
+    silent = dataclasses.replace(good(), exit_code=None)
+    assert judged(plan, silent).faults == ["rank 3 reports exit_code=None"]
+    monkeypatch.setattr(fault_judge, "ends_are_known", lambda: False)
+    assert judged(plan, silent).faults == []
 
 
 def test_the_table_and_the_summary_count_everything(plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -102,3 +103,41 @@ def test_a_veto_of_other_gpus_changes_nothing():
     """Negative control."""
     assert transport_of(advice((TWO, THREE)), ONE, TWO)[0] == "cuda_ipc"
     assert transport_of(None, ONE, TWO)[0] == "cuda_ipc"
+
+
+def limits_of(advised: Advice | None, **config) -> Crossovers:
+    return meeting._crossovers(small(**config), advised)
+
+
+def test_measured_limits_are_obeyed_and_named():
+    limits = {"vram": {"tagged_nbytes": 100, "push_nbytes": 2000}}
+    found = limits_of(replace(advice(), crossovers=limits, source="a.json"))
+    assert (found.vram.tagged_nbytes, found.vram.push_nbytes) == (100, 2000)
+    assert found.pinned == Crossovers().pinned
+    assert found.source == "advice a.json"
+
+
+def test_a_policy_file_comes_first_and_without_limits_nothing_changes(tmp_path):
+    report = {
+        "format": "pcie_comm bench 1",
+        "correct": True,
+        "crossovers": {"vram": {"tagged_nbytes": 7, "push_nbytes": None}},
+    }
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(report))
+    limits = {"vram": {"tagged_nbytes": 100, "push_nbytes": 2000}}
+    found = limits_of(replace(advice(), crossovers=limits), policy_file=path)
+    assert found.vram.tagged_nbytes == 7
+    assert limits_of(advice()) == limits_of(None) == Crossovers()
+
+
+def test_ranks_with_other_measured_limits_refuse_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "collect", host)
+    paths = []
+    for name, nbytes in (("a", 100), ("b", 200)):
+        limits = {"vram": {"tagged_nbytes": nbytes, "push_nbytes": None}}
+        paths.append(tmp_path / name)
+        paths[-1].write_text(replace(advice(), crossovers=limits).to_json())
+    for error in build_each([{"config": small(advice=path)} for path in paths]):
+        assert isinstance(error, MismatchError)
+        assert "crossovers" in str(error)

@@ -14,6 +14,7 @@ from leaks import own_files, own_mappings
 from worlds import Held, build_each, close_each, hook_waits, on_each, pair_of, small
 
 from pcie_comm import (
+    CommError,
     InvalidArgumentError,
     MismatchError,
     PcieDcpGroup,
@@ -73,6 +74,7 @@ FAILURES = {
     "allocate, a bug": ({}, (HostShmTransport, "_create", ZeroDivisionError("1/0"), True), "1/0"),
     "map": ({}, (HostShmTransport, "_attach", OSError("EMFILE"), False), "EMFILE"),
     "map half done": ({}, (HostShmTransport, "_attach", OSError("EMFILE"), True), "EMFILE"),
+    "B31, a check": ({}, (HostShmTransport, "seal", full(), False), "free_nbytes=7"),
     "engine": ({}, (HostEngine, "__init__", MemoryError("no memory"), False), "no memory"),
 }
 
@@ -140,6 +142,35 @@ def test_b14_an_interrupt_during_set_up_reaches_the_other_ranks(monkeypatch):
     assert isinstance(errors[1], KeyboardInterrupt)
     assert isinstance(errors[0], PeerAbortedError)
     assert "rank 1 aborted: slab of channel 'default': KeyboardInterrupt" in str(errors[0])
+
+
+def test_b31_a_check_that_does_not_return_holds_up_nobody_else(monkeypatch):
+    """The driver of rank 1 hangs in a read of its peer's memory."""
+    attach, hanging = HostShmTransport._attach, Held()
+
+    def hang(self, records):
+        if self.info.rank == 1:
+            hanging.wait()
+        return attach(self, records)
+
+    monkeypatch.setattr(HostShmTransport, "_attach", hang)
+    ends = ThreadBootstrap.create(2)
+
+    def build(rank):
+        started = time.monotonic()
+        try:
+            return PcieDcpGroup.from_bootstrap(ends[rank], "cpu", config=small(setup_timeout_s=0.5))
+        except PeerTimeoutError as error:
+            assert rank == 0
+            return error.peer, time.monotonic() - started
+        finally:
+            if rank == 0:
+                hanging.open()
+
+    (peer, elapsed_s), other = run_threads(build, 2)
+    assert peer == 1
+    assert 0.4 < elapsed_s < 5.0
+    assert isinstance(other, CommError), "rank 0 has freed what it then finds no more"
 
 
 # --- B27: ranks that do not agree ----------------------------------------------------------------
@@ -243,14 +274,15 @@ def test_b28_kimi_says_why_it_does_not_serve_a_world(world_size):
 
 def late_rank_1(monkeypatch, delay: Callable[[HostShmTransport], None]) -> None:
     """Call `delay` on rank 1 between the end of the exchange and its first call."""
-    seal = HostShmTransport.seal
+    open_channel = PcieDcpGroup._open_channel
 
-    def late(self):
-        seal(self)
-        if self.info.rank == 1:
-            delay(self)
+    def late(self, name):
+        channel = open_channel(self, name)
+        if self.rank == 1:
+            delay(self._transports[name])
+        return channel
 
-    monkeypatch.setattr(HostShmTransport, "seal", late)
+    monkeypatch.setattr(PcieDcpGroup, "_open_channel", late)
 
 
 def first_call(group):

@@ -154,9 +154,15 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (ControlLayout.ABORT, 8, "abort"),
         (ControlLayout.STATUS, 8, "status"),
         (ControlLayout.PEERS, 8 * MAX_WORLD, "peers"),
-        (ControlLayout.EPOCHS, 4 * MAX_BLOCKS, "epochs"),
+        (ControlLayout.EPOCHS, ControlLayout.EPOCH_NBYTES * MAX_BLOCKS, "epochs"),
         (ControlLayout.STAGED, 8 * MAX_BLOCKS, "staged"),
     ]
+    header = [
+        (0, SlabLayout.NONCE_OFFSET, "magic"),
+        (SlabLayout.NONCE_OFFSET, SlabLayout.NONCE_NBYTES, "nonce"),
+        (SlabLayout.MARKS_OFFSET, SlabLayout.MARK_NBYTES * MAX_WORLD, "marks"),
+    ]
+    assert overlaps(header, SlabLayout.HEADER_NBYTES) == []
     status = [
         (StatusLayout.CODE, 4, "code"),
         (StatusLayout.PEER, 4, "peer"),
@@ -164,7 +170,7 @@ def test_fields_of_control_block_and_status_record_are_disjoint():
         (StatusLayout.WANTED_SIGNATURE, 4, "wanted_signature"),
         (StatusLayout.SEEN_EPOCH, 4, "seen_epoch"),
         (StatusLayout.SEEN_SIGNATURE, 4, "seen_signature"),
-        (StatusLayout.ELAPSED_NS, 8, "elapsed_ns"),
+        (StatusLayout.ELAPSED, 4, "elapsed"),
         (StatusLayout.BLOCK, 4, "block"),
         (StatusLayout.ABORT, 4, "abort"),
     ]

@@ -61,8 +61,8 @@ def test_describe_says_what_a_group_goes_by(write):
         facts = world.groups[0].describe()
     assert facts["crossovers"] == {
         "source": f"policy file {path}",
-        "vram": [1024, 4096, None],
-        "pinned": [163_840, None, 65_536],
+        "vram": [1024, 4096, None, None],
+        "pinned": [163_840, None, 65_536, 262_144],
     }
     calls = facts["channel default"]["calls"]
     assert calls == {"all_gather_pair": ["push: on a CPU, push unless pull is asked for"]}

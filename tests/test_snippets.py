@@ -16,7 +16,7 @@ from snippets import GPU, LONG, NAMED, NET, ROOT, RUN, Step
 
 RANKS_PROGRAM = Path(__file__).with_name("snippet_ranks.py")
 LIMIT_S = 100.0
-STEPS = snippets.all_steps()
+STEPS, FAULTS = snippets.read_all()
 
 
 def case(step: Step):
@@ -123,6 +123,10 @@ def test_snippet(step, runner):
         if torch.cuda.device_count() < step.gpus:
             pytest.skip(f"needs {step.gpus} GPUs")
     runner.run(step)
+
+
+def test_every_block_says_what_it_is():
+    assert FAULTS == []
 
 
 def test_python_that_is_not_run_here_is_python_at_least():

@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 
-from pcie_comm import MismatchError, PeerAbortedError, PeerTimeoutError, driver
-from pcie_comm.layout import StatusLayout
+from pcie_comm import BusyError, MismatchError, PeerAbortedError, PeerTimeoutError, driver
+from pcie_comm.layout import TIMER_SHIFT, StatusLayout
 from pcie_comm.status import Failure, StatusRecord
 
 
@@ -28,12 +28,8 @@ def memory(monkeypatch):
 def write(buffer, **fields: int) -> None:
     """Write as the first device thread that gives up does."""
     for name, value in fields.items():
-        size = 8 if name == "ELAPSED_NS" else 4
-        ctypes.memmove(
-            ctypes.addressof(buffer) + getattr(StatusLayout, name),
-            value.to_bytes(size, "little"),
-            size,
-        )
+        place = ctypes.addressof(buffer) + getattr(StatusLayout, name)
+        ctypes.memmove(place, value.to_bytes(4, "little"), 4)
 
 
 def test_a_new_record_is_clean(memory):
@@ -46,15 +42,25 @@ def test_a_new_record_is_clean(memory):
 def test_what_a_kernel_wrote_becomes_an_error(memory):
     record = StatusRecord()
     write(memory[0], PEER=3, EPOCH=9, WANTED_SIGNATURE=0xABCD, SEEN_EPOCH=7, SEEN_SIGNATURE=0xEF)
-    write(memory[0], ELAPSED_NS=5_000_000_123, BLOCK=2, CODE=StatusLayout.CODE_TIMEOUT)
+    write(memory[0], ELAPSED=5_000_000_123 >> TIMER_SHIFT, BLOCK=2, CODE=StatusLayout.CODE_TIMEOUT)
     assert record.failed()
     failure = record.read()
-    assert failure == Failure(StatusLayout.CODE_TIMEOUT, 3, 9, 0xABCD, 7, 0xEF, 5_000_000_123, 2)
+    assert failure == Failure(StatusLayout.CODE_TIMEOUT, 3, 9, 0xABCD, 7, 0xEF, 4_999_999_488, 2)
     error = failure.error(1, {0xABCD: "all_gather_pair"})
     assert isinstance(error, PeerTimeoutError)
     assert (error.rank, error.peer, error.op, error.epoch) == (1, 3, "all_gather_pair", 9)
-    assert (error.wanted, error.seen, error.elapsed_ns) == (9, 7, 5_000_000_123)
+    assert (error.wanted, error.seen, error.elapsed_ns) == (9, 7, 4_999_999_488)
     assert "rank 3 did not arrive in time: wanted epoch=9, seen=7, elapsed_s=5.000" in str(error)
+
+
+def test_launches_that_overlapped_are_told_without_a_peer(memory):
+    record = StatusRecord()
+    write(memory[0], PEER=1, EPOCH=9, WANTED_SIGNATURE=0xABCD, CODE=StatusLayout.CODE_BUSY)
+    error = record.read().error(1, {0xABCD: "all_gather_pair"})
+    assert isinstance(error, BusyError)
+    assert (error.rank, error.peer, error.op, error.epoch) == (1, None, "all_gather_pair", 9)
+    assert "one of them all_gather_pair" in str(error)
+    assert "use two channels" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The same for the choice of tests in conftest.py.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -246,3 +247,51 @@ class TestDeselection:
         assert "1 deselected: CUDA devices needed=2, found=1" in printed
         assert "1 deselected: CUDA devices needed=4, found=1" in printed
         assert "1 deselected: slow: run with --run-slow" in printed
+
+
+GPU_TESTS = """
+import time
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_right(): pass
+
+def test_wrong(): assert 0
+
+def test_hangs(): time.sleep(60)
+"""
+
+
+class TestGpuRun:
+    @pytest.fixture
+    def run(self, tmp_path):
+        gpu_test = load("gpu_test")
+        run = gpu_test.Run(tmp_path / "report.json", tmp_path, 20.0)
+        return run, lambda chosen: gpu_test.Part((str(tmp_path / "test_some.py"),), chosen)
+
+    def test_parts_run_at_once_and_each_is_noted(self, run, tmp_path):
+        run, part = run
+        plant(tmp_path, {"test_some.py": GPU_TESTS, "pytest.ini": INI})
+        run.test_together([part("right"), part("wrong")])
+        run.limit_s = 4.0
+        run.test(part("hangs"))
+        missing = run.conclude()
+        report = json.loads((tmp_path / "report.json").read_text())
+        codes = {name.split(" -k ")[1]: one["exit_code"] for name, one in report["parts"].items()}
+        assert codes == {"'right'": 0, "'wrong'": 1, "'hangs'": 124}
+        assert report["counts"]["passed"] == 1
+        assert report["counts"]["failure"] >= 1
+        assert report["exit_code"] != 0
+        assert report["complete"] is False
+        assert any("-k 'hangs'" in one for one in missing)
+        assert "the benchmark" in missing
+
+    def test_every_file_is_in_a_part(self, monkeypatch):
+        gpu_test = load("gpu_test")
+        gpu_test.check_parts()
+        monkeypatch.setattr(gpu_test, "ALONE", gpu_test.ALONE[1:])
+        with pytest.raises(SystemExit, match="test_full_device"):
+            gpu_test.check_parts()

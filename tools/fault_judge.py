@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ AT_ONCE_S = 0.1
 
 MARGIN_S = 0.5
 """What a timeout may take beyond its limit, on a machine with other work."""
+
+
+PATIENCE_S = 5.0
+"""How long `close` waits for peers that may address device memory (closing.CLOSE_TIMEOUT_S)."""
 
 
 @dataclass
@@ -56,10 +62,38 @@ def judge(outcome: Outcome) -> None:
             judge_error(outcome, report, min(times))
         if report.next_group:
             outcome.faults.append(f"rank {report.rank}, next group: {report.next_group}")
-        graphs = plan.device == "cuda" and plan.stage == "replay"  # their memory is kept
+        if report.lost:
+            outcome.faults.append(f"rank {report.rank} lost its context: {report.lost}")
         for what in ("mappings", "kept", "watches", "threads"):
-            if report.left[what] and not (graphs and what in ("mappings", "kept")):
+            if report.left[what] > 0 and not (what in ("mappings", "kept") and may_keep(plan)):
                 outcome.faults.append(f"rank {report.rank} leaves {report.left[what]} {what}")
+
+
+def may_keep(plan: Round) -> bool:
+    """Tell whether memory may outlive a round.
+
+    Graphs address it, or a peer that is stopped, or of which nobody can tell that it is gone.
+    """
+    if plan.device == "cuda" and plan.stage == "replay":
+        return True
+    return in_device_memory(plan) and (
+        plan.kind == "stop" or (plan.kind in ("kill", "exit") and not ends_are_known())
+    )
+
+
+def in_device_memory(plan: Round) -> bool:
+    """Tell whether peers' mappings do not keep the memory of a slab."""
+    return plan.device == "cuda" and plan.transport != "host_pinned"
+
+
+@cache
+def ends_are_known() -> bool:
+    """Tell whether this kernel has pidfds: without, neither end nor exit code may be known."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def judge_error(outcome: Outcome, report: Report, fault_ns: int) -> None:
@@ -79,7 +113,8 @@ def judge_error(outcome: Outcome, report: Report, fault_ns: int) -> None:
         return
     codes = {"kill": -9, "exit": plan.exit_code}
     code = codes.get(plan.kind) if wanted == "PeerDiedError" else None
-    late = plan.orderly or code == 0  # told before the process is gone, or no different then
+    # Told before the process is gone, or no different then, or by nobody.
+    late = plan.orderly or code == 0 or not ends_are_known()
     if report.exit_code != code and not (late and report.exit_code is None):
         outcome.faults.append(f"rank {report.rank} reports exit_code={report.exit_code}")
     delay_s = (report.at_ns - fault_ns) / 1e9
@@ -91,6 +126,8 @@ def limit_of(plan: Round) -> float:
     """Return how long an error may take, in seconds after the fault."""
     if plan.step == 1:
         return plan.setup_timeout_s + MARGIN_S
+    if plan.stage == "close" and in_device_memory(plan):
+        return PATIENCE_S + MARGIN_S
     return plan.timeout_s + MARGIN_S if plan.kind == "stop" else AT_ONCE_S
 
 

@@ -71,6 +71,7 @@ class Report:
         at_ns: When it was raised, or what led to no error returned, by the monotonic clock.
         close_s: How long `close` took.
         next_group: Empty if the next group worked, else what went wrong.
+        lost: What torch said of a GPU context that is lost, or empty.
         left: How much more there is after it of mappings, kept groups, watches, threads and
             descriptors.
     """
@@ -83,6 +84,7 @@ class Report:
     at_ns: int = 0
     close_s: float = 0.0
     next_group: str = ""
+    lost: str = ""
     left: dict[str, int] = field(default_factory=dict)
 
 
@@ -102,6 +104,7 @@ class Player:
             timeout_s=plan.timeout_s, setup_timeout_s=plan.setup_timeout_s, slot_nbytes=1 << 16
         )
         self.graph: Any = None
+        self.lost = ""
 
     def build(self, members: tuple[int, ...], falls_at: int = 0) -> PcieDcpGroup:
         """Build a group; let it happen at exchange `falls_at` of the set-up, if not 0."""
@@ -157,12 +160,20 @@ class Player:
 
     def wait(self, group: PcieDcpGroup) -> None:
         """Wait for what was enqueued, and raise what it failed with."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        self.synchronize()
         group.check()
 
+    def synchronize(self) -> None:
+        """Wait for the GPU, if there is one; note it if the context is lost."""
+        if not self.on_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            self.lost = self.lost or str(error).partition("\n")[0]
+
     def capture(self, group: PcieDcpGroup) -> None:
-        """Capture a call, where there are graphs."""
+        """Capture a call, where there are graphs. All go on together: captures take their time."""
         if not self.on_gpu:
             return
         first, second = (local.to(self.device) for local in self.inputs(group.rank, 9))
@@ -170,6 +181,7 @@ class Player:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs_of_graph = group.all_gather_pair(first, second)
+        group._bootstrap.all_gather(b"captured", self.config.setup_timeout_s)
 
     def fall(self, group: PcieDcpGroup | None) -> None:
         """Do to this process what the round has in store for it."""
@@ -219,9 +231,9 @@ class Player:
         except CommError as error:
             note(report, error)
         report.at_ns = time.monotonic_ns()
-        if self.graph is not None:  # once more: it returns, whatever became of the peers
+        if self.graph is not None and not self.lost:  # it returns, whatever became of the peers
             self.graph.replay()
-            torch.cuda.synchronize()
+            self.synchronize()
         if group is not None:
             started = time.monotonic()
             try:
@@ -232,6 +244,7 @@ class Player:
         group = self.graph = None
         if self.rank in self.plan.survivors:
             report.next_group = self.next_group()
+        report.lost = self.lost
         gc.collect()
         report.left = {what: count - before[what] for what, count in left_behind().items()}
         return report
@@ -244,6 +257,9 @@ class Player:
                     self.call(group, turn)
         except (CommError, AssertionError) as error:
             return f"{type(error).__name__}: {error}"
+        except RuntimeError as error:  # torch's: the context is lost
+            self.lost = self.lost or str(error).partition("\n")[0]
+            return self.lost
         return ""
 
 

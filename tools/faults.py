@@ -134,6 +134,8 @@ def play_round(ranks: Ranks, plan: Round, limit_s: float) -> Outcome:
     for rank in outcome.hung:
         ranks.remove(rank)
     judge(outcome)
+    if any(report.lost for report in outcome.reports):
+        ranks.close()  # a server of MPS that failed takes new clients once the old ones are gone
     return outcome
 
 
@@ -172,7 +174,8 @@ def run(options: argparse.Namespace) -> list[Outcome]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the fork server
+    own = [*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(own)  # for the fork server
     ranks, dice, outcomes = Ranks(options, store.port), random.Random(options.seed), []
     with tempfile.NamedTemporaryFile() as clock, mps_server(options.mps):
         try:
@@ -194,7 +197,7 @@ def mps_server(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
         for name in ("PIPE", "LOG"):
             os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = str(Path(root, name))
             Path(root, name).mkdir()

@@ -19,8 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +34,42 @@ TIMED_OUT = 124
 INTERRUPT_S = 15
 """Grace of a part that ran out of time: pytest then still writes what it knows."""
 
-PARTS = (
-    ("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"),
-    ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
-    ("tests/transport",),
-    ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
-    ("tests/gpu/test_exact.py",),
+
+@dataclass(frozen=True)
+class Part:
+    """Tests that run in one process: a fault on the device must not end the others.
+
+    Attributes:
+        paths: Files and folders.
+        chosen: Which tests of them, as pytest's -k; empty for all.
+    """
+
+    paths: tuple[str, ...]
+    chosen: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(self.paths) + (f" -k {self.chosen!r}" if self.chosen else "")
+
+
+FIRST = Part(("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"))
+ALONE = (
+    Part(("tests/gpu/test_graph_lifetimes.py", "tests/gpu/test_full_device.py")),
+    Part(("tests/gpu/test_two_streams.py",)),
+    Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
+    Part(("tests/gpu/test_processes.py",)),
+    Part(("tests/gpu/test_topology.py",)),
 )
-"""Test files that run in one process; `check_parts` sees to it that none is left out."""
+"""What measures time, or needs the device to itself; one after another."""
+
+TOGETHER = (
+    Part(("tests/gpu/test_exact.py",), "eager"),
+    Part(("tests/gpu/test_exact.py",), "not eager"),
+    Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
+    Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
+)
+"""What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
+that no file is left out."""
+
 BENCH_LIMIT_S = 100
 
 
@@ -73,10 +105,10 @@ def environment() -> dict[str, Any]:
 
 def check_parts() -> None:
     """Fail if a test file under tests/gpu is in no part."""
-    listed = {path for paths in PARTS for path in paths}
+    listed = {path for part in (FIRST, *ALONE, *TOGETHER) for path in part.paths}
     found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")}
     if missing := found - listed:
-        raise SystemExit(f"add to PARTS in tools/gpu_test.py: {sorted(missing)}")
+        raise SystemExit(f"add to a part in tools/gpu_test.py: {sorted(missing)}")
 
 
 class Run:
@@ -93,6 +125,8 @@ class Run:
         self.folder = folder
         self.started = time.monotonic()
         self.limit_s = limit_s
+        self.started_parts: list[Part] = []
+        self._noting = threading.Lock()
         self.report: dict[str, Any] = {
             "complete": False,
             "environment": environment(),
@@ -132,32 +166,36 @@ class Run:
             process.kill()
             process.wait()
 
-    def test(self, paths: tuple[str, ...]) -> None:
-        """Run some test files in a process of their own; note outcomes and figures.
-
-        A fault on the device ends a process's use of it, so it must not end the other parts.
-        """
-        junit, figures = self.folder / "junit.xml", self.folder / "figures.jsonl"
-        for file in (junit, figures):
-            file.unlink(missing_ok=True)
+    def test(self, part: Part) -> None:
+        """Run a part in a process of its own; note outcomes and figures."""
+        name = f"{len(self.started_parts)}"
+        self.started_parts.append(part)
+        junit, figures = self.folder / f"{name}.xml", self.folder / f"{name}.jsonl"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-rs"]
+        chosen = ["-k", part.chosen] if part.chosen else []
         code = self.call(
-            [*command, *paths, f"--junit-xml={junit}"],
+            [*command, *part.paths, *chosen, f"--junit-xml={junit}"],
             self.limit_s,
             PCIE_COMM_TEST_FIGURES=str(figures),
             PYTHONUNBUFFERED="1",
         )
         outcomes = read_outcomes(junit)
         lines = figures.read_text().splitlines() if figures.exists() else []
-        counts = self.report["counts"]
-        for outcome in outcomes:
-            counts[outcome["outcome"]] = counts.get(outcome["outcome"], 0) + 1
-        self.report["parts"][" ".join(paths)] = {"exit_code": code, "tests": len(outcomes)}
-        self.report["tests"] += outcomes
-        self.report["figures"] += [json.loads(line) for line in lines]
-        self.report["exit_code"] = self.report["exit_code"] or code
-        print(f"{' '.join(paths)}: exit code {code}, {len(outcomes)} tests", flush=True)
-        self.save()
+        with self._noting:
+            counts = self.report["counts"]
+            for outcome in outcomes:
+                counts[outcome["outcome"]] = counts.get(outcome["outcome"], 0) + 1
+            self.report["parts"][str(part)] = {"exit_code": code, "tests": len(outcomes)}
+            self.report["tests"] += outcomes
+            self.report["figures"] += [json.loads(line) for line in lines]
+            self.report["exit_code"] = self.report["exit_code"] or code
+            print(f"{part}: exit code {code}, {len(outcomes)} tests", flush=True)
+            self.save()
+
+    def test_together(self, parts: Sequence[Part]) -> None:
+        """Run parts at the same time."""
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(self.test, parts))
 
     def bench(self) -> None:
         """Run the short benchmark; note its report, as far as it came, and its exit code."""
@@ -167,6 +205,20 @@ class Run:
         found = json.loads(out.read_text()) if out.exists() else {}
         self.report["bench"] = {"exit_code": code, **found}
         self.save()
+
+    def conclude(self) -> list[str]:
+        """Say whether all has run; return what has not."""
+        report = self.report
+        report["environment"]["nvidia_smi_after"] = environment()["nvidia_smi"]
+        missing = [name for name, part in report["parts"].items() if part["exit_code"] == TIMED_OUT]
+        missing += [
+            f"{test['test']}, skipped" for test in report["tests"] if test["outcome"] == "skipped"
+        ]
+        if not report.get("bench", {}).get("complete", False):
+            missing.append("the benchmark")
+        report["complete"] = not missing
+        self.save()
+        return missing
 
 
 def read_outcomes(junit: Path) -> list[dict[str, Any]]:
@@ -196,23 +248,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         run = Run(arguments.out, Path(name), arguments.limit)
         run.save()
-        run.test(PARTS[0])
+        run.test(FIRST)
         run.bench()
-        for paths in PARTS[1:]:
-            run.test(paths)
+        for part in ALONE:
+            run.test(part)
+        run.test_together(TOGETHER)
+        missing = run.conclude()
         report = run.report
-        report["environment"]["nvidia_smi_after"] = environment()["nvidia_smi"]
-        timed_out = [
-            name for name, part in report["parts"].items() if part["exit_code"] == TIMED_OUT
-        ]
-        skipped = [test["test"] for test in report["tests"] if test["outcome"] == "skipped"]
-        missing = [*timed_out, *(f"{name}, skipped" for name in skipped)]
-        if not report["bench"].get("complete", False):
-            missing.append("the benchmark")
-        report["complete"] = not missing
-        run.save()
     print(f"{report['counts']} in {report['seconds']} s; report: {arguments.out}")
-    if not report["complete"]:
+    if missing:
         print(f"not complete: {'; '.join(missing)}")
     return int(report["exit_code"] or report["bench"]["exit_code"] == 1)
 

@@ -25,6 +25,7 @@ OURS, OVERLAPPING, UNFUSED = "ours", "ours, overlapping", "ours, unfused"
 PLAIN, TORCH, DISTRIBUTED = "gather + torch", "torch", "torch.distributed"
 EMPTY, HANDSHAKE = "empty kernel", "handshake"
 FLOORS = (EMPTY, HANDSHAKE)
+ALONE = (OURS, OVERLAPPING, *FLOORS)
 NO_PROTOCOL = "-"
 
 

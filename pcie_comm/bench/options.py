@@ -52,6 +52,7 @@ class Options:
         out: JSON report to write, or None.
         plot: Picture to write, or None.
         short: What is not given becomes less.
+        alone: Measure this library's single launches, and floors, and nothing beside them.
         read: Report to show instead of measuring, or None.
     """
 
@@ -67,6 +68,7 @@ class Options:
     out: Path | None = None
     plot: Path | None = None
     short: bool = False
+    alone: bool = False
     read: Path | None = None
 
     def check(self) -> None:
@@ -212,6 +214,7 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
     add("--out", type=Path, metavar="FILE.json", help="write the report")
     add("--plot", type=Path, metavar="FILE.png", help="write a picture; needs matplotlib")
     add("--short", action="store_true", help="fewer cases, about a minute on a GPU")
+    add("--alone", action="store_true", help="our single launches and floors, nothing beside them")
     add("--read", type=Path, metavar="FILE.json", help="show an earlier report; measure nothing")
     given = parser.parse_args(arguments)
     options = Options(
@@ -227,6 +230,7 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
         out=given.out,
         plot=given.plot,
         short=given.short,
+        alone=given.alone,
         read=given.read,
     )
     options.check()

@@ -194,6 +194,8 @@ class Bench:
             sides += floors
             if why:
                 self.report.leave_out("floors", "everywhere", why)
+        if self.options.alone:
+            sides = [side for side in sides if side.name in contenders.ALONE]
         samples = self.options.samples
         template = blank_row(work, place.worlds)
         rows = measure(place.warm, work, sides, samples, template)

@@ -75,8 +75,8 @@ def fingerprint(collective: Collective) -> str:
     """Return a hash of all sources that shape the kernels of `collective`."""
     digest = hashlib.sha256(_package_sources())
     file = getattr(inspect.getmodule(type(collective)), "__file__", None)
-    if file:
-        digest.update(Path(file).read_bytes())
+    for source in (*([file] if file else []), *collective.device_sources):
+        digest.update(Path(source).read_bytes())
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ prevents:
   line, never through the read-only path.
 
 `signal` and `poll` are the only release and acquire. Peer memory sees plain loads and stores only:
-PCIe peers have no remote atomics. The one atomic here works on this rank's control block.
+PCIe peers have no remote atomics. The two atomics here work on this rank's control block.
 """
 
 from __future__ import annotations
@@ -325,12 +325,30 @@ def store_host_u32(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = 
 def claim(address: Int64, value: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Set a word of this rank's control block from 0 to `value`; return what it held.
 
-    The one atomic of the library. Order: relaxed at device scope. Requires: local memory.
+    Order: relaxed at device scope. Requires: local memory.
     """
     at = {"loc": loc, "ip": ip}
     operands = [Int64(address).ir_value(**at), Uint32(value).ir_value(**at)]
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], 0, $2;"
     return Uint32(asm(T.i32(), operands, text, "=r,l,r", effects=True, **at))
+
+
+@dsl_user_op
+def replace_u32(
+    address: Int64, value: Uint32, enabled: Uint32, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Set a word of this rank's control block, if `enabled` is not 0; return what it held, or 0.
+
+    Order: relaxed at device scope. Requires: local memory.
+    """
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{\n.reg .pred p;\nsetp.ne.u32 p, $3, 0;\nmov.u32 $0, 0;\n"
+        "@p atom.relaxed.gpu.global.exch.b32 $0, [$1], $2;\n}"
+    )
+    operands = [Int64(address).ir_value(**at)]
+    operands += [Uint32(word).ir_value(**at) for word in (value, enabled)]
+    return Uint32(asm(T.i32(), operands, text, "=&r,l,r,r", effects=True, **at))
 
 
 @dsl_user_op

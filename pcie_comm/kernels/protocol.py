@@ -154,7 +154,8 @@ class Lane(DeviceObject):
         self.flag = (Uint64(self.signature) << Uint64(32)) | Uint64(self.epoch)
 
     def _epoch_address(self, block: Int32) -> Int64:
-        return self.control + Int64(ControlLayout.EPOCHS) + num.wide(block) * 4
+        place = num.wide(block) * ControlLayout.EPOCH_NBYTES
+        return self.control + Int64(ControlLayout.EPOCHS) + place
 
     def peer(self, rank: Int32) -> Int64:
         """Return the address of rank `rank`'s slab as this rank sees it, from memory."""
@@ -212,14 +213,17 @@ class Lane(DeviceObject):
         Requires: `ok` is 0 in any thread only if the launch must not signal.
         """
         ok = prim.block_all(ok)
-        if self.thread == Int32(WARP):
+        last = self.thread == Int32(self.threads - 1)
+        if last:
             prim.store_u64(self._staged_address(self.block), self.flag)  # see await_turn
+        busy = self.begin(last)
         wait = no_wait()
         if self.thread < self.world_size and self.thread != self.rank:
             if ok != Uint32(0):
                 prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
                 address = self.own + self._flag_offset(self.thread)
                 wait = self.wait_flag(address, self.thread, Uint32(0))
+        wait = _unless(wait, busy)
         all_ok = self.conclude(ok, wait)
         self.give_up(wait)
         return all_ok
@@ -235,8 +239,9 @@ class Lane(DeviceObject):
         Args:
             patient: Not 0: the others wait in `be_patient`.
         """
+        busy = self.begin(self.lane == Int32(0))
         self.announce()
-        wait = self.confirm()
+        wait = _unless(self.confirm(), busy)
         self.be_patient(patient)
         return wait
 
@@ -259,6 +264,17 @@ class Lane(DeviceObject):
         self.give_up(wait)
         if self.thread >= Int32(self.threads - WARP):
             prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
+
+    def begin(self, noting: cutlass.Boolean) -> Uint32:
+        """Note that a launch of this epoch has begun; return CODE_BUSY if one had already, else 0.
+
+        Two such launches stage into one slot, and read one. The answer takes a trip to memory:
+        look at it last. Participants: any threads, `noting` in one of them.
+        """
+        begun = self._epoch_address(self.block) + Int64(ControlLayout.BEGUN)
+        before = prim.replace_u32(begun, self.epoch, Uint32(noting))
+        busy = before == self.epoch  # which is never 0
+        return num.select(busy, Uint32(StatusLayout.CODE_BUSY), Uint32(StatusLayout.CODE_OK))
 
     @cute.jit
     def announce(self) -> None:
@@ -300,7 +316,8 @@ class Lane(DeviceObject):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
         if self.block == Int32(0):  # also for the blocks that this launch does not have
             if self.thread >= self.grid and self.thread < Int32(MAX_BLOCKS):
-                prim.store_u32(self._epoch_address(self.thread), self.epoch)
+                words = (self.epoch, self.epoch)
+                prim.store_v2(self._epoch_address(self.thread), words, Uint32(1))
         return all_ok
 
     @cute.jit
@@ -355,12 +372,11 @@ class Lane(DeviceObject):
         """Poison the channel; the first thread to do so writes the status record, code last."""
         if prim.claim(self.control + Int64(ControlLayout.POISON), wait.code) == Uint32(0):
             record = prim.load_u64(self.control + Int64(ControlLayout.STATUS))
-            elapsed = Uint64(wait.elapsed) << Uint64(TIMER_SHIFT)
             prim.store_u32(record + Int64(StatusLayout.PEER), Uint32(wait.peer))
             prim.store_u32(record + Int64(StatusLayout.EPOCH), self.epoch)
             prim.store_u32(record + Int64(StatusLayout.WANTED_SIGNATURE), self.signature)
             prim.store_u64(record + Int64(StatusLayout.SEEN_EPOCH), wait.seen)
-            prim.store_u64(record + Int64(StatusLayout.ELAPSED_NS), elapsed)
+            prim.store_u32(record + Int64(StatusLayout.ELAPSED), wait.elapsed)
             prim.store_u32(record + Int64(StatusLayout.BLOCK), Uint32(self.block))
             prim.store_host_u32(record + Int64(StatusLayout.CODE), wait.code)
 
@@ -368,6 +384,11 @@ class Lane(DeviceObject):
 def no_wait() -> Wait:
     """Return the outcome of a wait that a thread does not take part in."""
     return Wait(Uint32(0), Int32(0), Uint64(0), Uint32(0))
+
+
+def _unless(wait: Wait, code: Uint32) -> Wait:
+    """Return the outcome of a wait, with `code` if it was a success."""
+    return wait._replace(code=num.select(wait.code == Uint32(0), code, wait.code))
 
 
 def merge_waits(first: Wait, second: Wait) -> Wait:

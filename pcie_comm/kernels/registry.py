@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..crossovers import VRAM, Limits
@@ -133,11 +134,14 @@ class Collective(ABC):
         name: Name of the operation, unique among registered plugins.
         num_inputs: Number of tensors a call takes.
         block: Threads per block of its kernels.
+        device_sources: Files with device code besides the plugin's own; a change in one of them
+            makes kernels stale.
     """
 
     name: str = ""
     num_inputs: int = 1
     block: int = 256
+    device_sources: Sequence[Path] = ()
 
     @abstractmethod
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:

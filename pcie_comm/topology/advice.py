@@ -12,11 +12,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..crossovers import from_limits
 from ..errors import InvalidArgumentError
 from .fingerprint import changed_parts, fingerprint
 from .labels import islands
 from .model import Host, Pair
 from .ordering import best_order, best_subset
+from .probed import HOST
+from .traffic import bad_checks, crossovers, slower_than_host, traffic_islands
 
 FORMAT = "pcie_comm advice 1"
 REMEDY = "write it again with `pcie-comm advise --out FILE`"
@@ -44,18 +47,23 @@ class Advice:
     Attributes:
         fingerprint: Of the machine, by part.
         islands: GPUs that reach each other without a host bridge, by UUID if known.
+        traffic_islands: GPUs that are near by what was measured; None if nothing was.
         order: All GPUs of the advice, mates side by side; likewise.
         visible_devices: Value for CUDA_VISIBLE_DEVICES that makes it the order of CUDA; None if a
             UUID is not known.
         vetoes: Pairs without usable peer access.
+        crossovers: Up to which size which protocol is the fastest, by memory, as a report of the
+            benchmark has them; None if it was not measured.
         source: Name of the file.
     """
 
     fingerprint: Mapping[str, str | None]
     islands: tuple[tuple[str, ...], ...]
+    traffic_islands: tuple[tuple[str, ...], ...] | None
     order: tuple[str, ...]
     visible_devices: str | None
     vetoes: tuple[Veto, ...]
+    crossovers: Mapping[str, Mapping[str, int | None]] | None = None
     source: str = "this host"
 
     def changed_parts(self, host: Host) -> tuple[str, ...]:
@@ -113,23 +121,39 @@ def advise(host: Host, count: int | None = None) -> Advice:
     order = best_order(host) if count is None else best_subset(host, count, set(refused))
     names = {gpu.name: gpu.uuid or gpu.name for gpu in gpus}
     known = all(gpu.uuid for gpu in gpus if gpu.name in order)
+    near = traffic_islands(host)
+
+    def named(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(names[name] for name in group) for group in groups)
+
     return Advice(
         fingerprint=fingerprint(host),
-        islands=tuple(tuple(names[name] for name in group) for group in islands(host)),
+        islands=named(islands(host)),
+        traffic_islands=None if near is None else named(near),
         order=tuple(names[name] for name in order),
         visible_devices=",".join(names[name] for name in order) if known else None,
         vetoes=tuple(Veto(names[s], names[t], reason) for (s, t), reason in refused.items()),
+        crossovers=crossovers(host),
     )
 
 
 def _refused(host: Host) -> dict[tuple[str, str], str]:
-    """Return the ordered pairs without peer access, with the reason; one-way pairs both ways."""
+    """Return the ordered pairs without usable peer access, with the reason.
+
+    A pair that is bad in one direction is refused in both.
+    """
     found: dict[tuple[str, str], str] = {}
+    for (source, target), checks in bad_checks(host).items():
+        if target != HOST:
+            first = checks[0]
+            found[source, target] = f"{first.name}: {first.verdict}, {first.detail}"
     for pair in host.pairs or ():
         if reason := _refusal(pair):
-            found[pair.source, pair.target] = reason
-            found.setdefault((pair.target, pair.source), f"{reason} in the other direction")
-    return found
+            found.setdefault((pair.source, pair.target), reason)
+    for ends, figures in slower_than_host(host).items():
+        found.setdefault(ends, figures)
+    back = {(t, s): f"{reason} in the other direction" for (s, t), reason in found.items()}
+    return {**back, **found}
 
 
 def _refusal(pair: Pair) -> str:
@@ -156,6 +180,8 @@ def read_advice(path: Path) -> Advice:
         raise InvalidArgumentError(f"advice={path} has format={found!r}, not {FORMAT!r}; {REMEDY}")
     try:
         return _built(data, str(path))
+    except InvalidArgumentError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"advice={path} is damaged ({error!r}); {REMEDY}") from error
 
@@ -166,12 +192,19 @@ def _built(data: dict[str, Any], source: str) -> Advice:
     line = data["visible_devices"]
     parts = data["fingerprint"].items()
     vetoes = data["vetoes"]
+    near, limits = data.get("traffic_islands"), data.get("crossovers")
+    if limits is not None:
+        if not isinstance(limits, dict):
+            raise ValueError("crossovers is no object")
+        from_limits(limits, source)
     return Advice(
         fingerprint={str(part): None if at is None else str(at) for part, at in parts},
         islands=tuple(tuple(map(str, group)) for group in data["islands"]),
+        traffic_islands=None if near is None else tuple(tuple(map(str, some)) for some in near),
         order=tuple(map(str, data["order"])),
         visible_devices=None if line is None else str(line),
         vetoes=tuple(Veto(str(v["source"]), str(v["target"]), str(v["reason"])) for v in vetoes),
+        crossovers=limits,
         source=source,
     )
 

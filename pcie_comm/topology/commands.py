@@ -6,6 +6,8 @@ Only what parses options is imported here. Exit codes as in cli.py: 0 right, 1 s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,17 +38,59 @@ topo_app = typer.Typer(
 )
 
 
-def mount(app: typer.Typer) -> None:
-    """Add the commands to a program."""
+@dataclass(frozen=True)
+class Levels:
+    """What else to find out about this host. Any of them asks CUDA about pairs.
+
+    Attributes:
+        capability: Only that.
+        verify: Try every way that bytes take, and look at the owner's side.
+        measure: Time them.
+        quick: Shorter.
+    """
+
+    capability: bool = False
+    verify: bool = False
+    measure: bool = False
+    quick: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.capability or self.verify or self.measure
+
+
+Probe = Callable[["Host", Levels], "Host"]
+"""Takes a host through levels that need CUDA, which this package knows nothing of."""
+
+_probe: list[Probe] = []
+
+
+def mount(app: typer.Typer, probe: Probe) -> None:
+    """Add the commands to a program.
+
+    Args:
+        app: The program.
+        probe: For options that need CUDA.
+    """
+    _probe[:] = [probe]
     app.add_typer(topo_app, name="topo")
     app.command()(doctor)
     app.command()(advise)
 
 
-def _load(path: Path | None) -> Host:
+def _load(path: Path | None, levels: Levels | None = None) -> Host:
+    from ..errors import InvalidArgumentError
     from .collect import collect, from_path
 
-    return collect() if path is None else from_path(path)
+    if levels is None or not (levels.any or levels.quick):
+        return collect() if path is None else from_path(path)
+    if path is not None:
+        raise InvalidArgumentError(
+            f"--from={path} names files; leave it out to verify or measure this host"
+        )
+    if not levels.any:
+        raise InvalidArgumentError("--quick needs --verify or --measure")
+    return _probe[0](collect(), levels)
 
 
 def _write(path: Path, text: str) -> None:
@@ -70,6 +114,18 @@ def topo(
         Path | None, typer.Option(help="Write NCCL's topology XML (NCCL_TOPO_FILE).")
     ] = None,
     redact: Redact = False,
+    capability: Annotated[
+        bool, typer.Option("--capability", help="Ask CUDA about pairs of GPUs, too.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Try every way that bytes take, on the GPUs.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time them: bandwidths, latencies, patterns.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --verify, --measure: under 30 s on one GPU.")
+    ] = False,
 ) -> None:
     """Show what this host, or one in files, really is."""
     if context.invoked_subcommand is not None:
@@ -78,7 +134,7 @@ def topo(
         from . import codec, nccl_export, render
         from .redact import redact as redacted
 
-        host = _load(source)
+        host = _load(source, Levels(capability, verify, measure, quick))
         if redact:
             host = redacted(host)
         if html is not None:
@@ -104,6 +160,7 @@ def _show(text: str) -> None:
     styled.highlight_regex(r"\b(?:PIX|PXB|OK)\b", "green")
     styled.highlight_regex(r"\b(?:PHB|NODE)\b", "yellow")
     styled.highlight_regex(r"\bSYS\b|\w+!\w+", "red")
+    styled.highlight_regex(r"\b(?:NO-ACCESS|DROPPED|MIRRORED|CORRUPT|HANG)\b", "bold red")
     screen.print(styled)
 
 
@@ -203,11 +260,24 @@ def advise(
 
 def _show_advice(advice: Advice) -> None:
     typer.echo(f"islands: {' | '.join(' '.join(group) for group in advice.islands)}")
+    if advice.traffic_islands is not None:
+        typer.echo(
+            f"islands by traffic: {' | '.join(' '.join(some) for some in advice.traffic_islands)}"
+        )
     typer.echo(f"order: {' '.join(advice.order)}")
     if advice.visible_devices is None:
         typer.echo("CUDA_VISIBLE_DEVICES: not given, the UUID of a GPU is unknown")
     else:
         typer.echo(f"CUDA_VISIBLE_DEVICES={advice.visible_devices}")
+    for memory, limits in (advice.crossovers or {}).items():
+        typer.echo(f"protocol in {memory}: {_protocols(limits)}")
     for veto in advice.vetoes:
         typer.echo(f"veto: {veto.source} -> {veto.target}: {veto.reason}")
     typer.echo(f"{len(advice.vetoes)} vetoes")
+
+
+def _protocols(limits: Mapping[str, int | None]) -> str:
+    """Return crossovers in words."""
+    tagged, push = limits["tagged_nbytes"], limits["push_nbytes"]
+    rest = "push" if push is None else f"push up to {push}, then pull"
+    return f"tagged up to {tagged} bytes that a rank receives, then {rest}"

@@ -9,7 +9,9 @@ from . import codec
 from .fingerprint import changed_parts, fingerprint
 from .model import Host
 
-KEYS = ("address", "name", "title", "index", "region")
+KEYS = ("address", "name", "title", "index", "region", "gpu", "nbytes")
+PARTS = ("name", "memory", "engine", "access", "place", "row", "column")
+"""What tells apart items that have the same source and target, or the same name."""
 LEFT_OUT = ("unknown", "sources", "remarks")
 
 
@@ -47,5 +49,8 @@ def _facts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _key(item: dict[str, Any], at: int) -> str:
     if "source" in item and "target" in item:
-        return f"{item['source']}-{item['target']}"
-    return next((str(item[key]) for key in KEYS if key in item), str(at))
+        first = f"{item['source']}-{item['target']}"
+    else:
+        first = next((str(item[key]) for key in KEYS if key in item), str(at))
+    more = (str(item[key]) for key in PARTS if item.get(key) and str(item[key]) != first)
+    return " ".join([first, *more])

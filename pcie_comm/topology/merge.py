@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from .model import Gpu, Host, LabelMatrix, Measurement, Pair, Record
+from .probed import renamed
 
 R = TypeVar("R", bound=Record)
+
+PROBED = ("measurements", "checks", "exchanges", "ladders", "patterns", "loads")
+"""Fields of a host to which every view adds its own."""
 
 
 def fill(first: R, second: R) -> R:
@@ -44,23 +48,27 @@ def _has_names(host: Host) -> bool:
 
 
 def _add(whole: Host, other: Host) -> Host:
-    renamed, remark = _match(whole.gpus, other.gpus, other.sources[0])
-    if whole.gpus is not None and other.gpus is not None and renamed is None:
+    names, remark = _match(whole.gpus, other.gpus, other.sources[0])
+    if whole.gpus is not None and other.gpus is not None and names is None:
         other = replace(other, gpus=None, unknown={**other.unknown, "gpus": remark})
         return replace(fill(whole, _nameless(other)), remarks=(*whole.remarks, remark))
-    filled = fill(whole, _renamed(other, renamed or {}))
+    filled = fill(whole, with_names(other, names or {}))
     gpus = whole.gpus
-    if gpus is not None and other.gpus is not None and renamed is not None:
-        by_name = {renamed[gpu.name]: gpu for gpu in other.gpus}
+    if gpus is not None and other.gpus is not None and names is not None:
+        by_name = {names[gpu.name]: gpu for gpu in other.gpus}
         gpus = tuple(
             fill(gpu, replace(by_name[gpu.name], name=gpu.name)) if gpu.name in by_name else gpu
             for gpu in gpus
         )
+    translated = with_names(other, names or {})
+    both: dict[str, Any] = {
+        name: (*getattr(whole, name), *getattr(translated, name)) for name in PROBED
+    }
     return replace(
         filled,
         sources=(*whole.sources, *other.sources),
         gpus=gpus if gpus is not None else other.gpus,
-        measurements=(*whole.measurements, *_renamed(other, renamed or {}).measurements),
+        **both,
         loose_acs=(*whole.loose_acs, *other.loose_acs),
         remarks=(*whole.remarks, *other.remarks, *((remark,) if remark else ())),
     )
@@ -69,7 +77,8 @@ def _add(whole: Host, other: Host) -> Host:
 def _nameless(host: Host) -> Host:
     """Return a view without what names GPUs that could not be matched."""
     reasons = {**host.unknown, "driver_labels": "not matched", "pairs": "not matched"}
-    return replace(host, driver_labels=None, pairs=None, measurements=(), unknown=reasons)
+    nothing: dict[str, Any] = dict.fromkeys(PROBED, ())
+    return replace(host, driver_labels=None, pairs=None, unknown=reasons, **nothing)
 
 
 def _match(
@@ -88,7 +97,9 @@ def _match(
     return None, f"{source} has {len(others)} GPUs and the rest {len(gpus)}: left out"
 
 
-def _renamed(host: Host, names: dict[str, str]) -> Host:
+def with_names(host: Host, names: Mapping[str, str]) -> Host:
+    """Return a host whose GPUs have other names; those that are not given stay."""
+
     def new(name: str) -> str:
         return names.get(name, name)
 
@@ -101,7 +112,7 @@ def _renamed(host: Host, names: dict[str, str]) -> Host:
 
     def figures(item: Measurement) -> Measurement:
         rows, columns = tuple(map(new, item.rows)), tuple(map(new, item.columns))
-        return replace(item, rows=rows, columns=columns)
+        return replace(renamed(item, new), rows=rows, columns=columns)
 
     return replace(
         host,
@@ -109,4 +120,9 @@ def _renamed(host: Host, names: dict[str, str]) -> Host:
         driver_labels=None if host.driver_labels is None else matrix(host.driver_labels),
         pairs=None if host.pairs is None else tuple(map(pair, host.pairs)),
         measurements=tuple(map(figures, host.measurements)),
+        checks=tuple(renamed(one, new) for one in host.checks),
+        exchanges=tuple(renamed(one, new) for one in host.exchanges),
+        ladders=tuple(renamed(one, new) for one in host.ladders),
+        patterns=tuple(renamed(one, new) for one in host.patterns),
+        loads=tuple(renamed(one, new) for one in host.loads),
     )

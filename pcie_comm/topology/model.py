@@ -1,14 +1,14 @@
-"""The record of a host. Frozen values; what is not known is None, and says why.
-
-Every class with fields that may be None is a `Record`: its `unknown` maps the name of a None field
-to the reason. The key `*` may be given as the reason of all None fields that have none of
-their own. A None without a reason is refused, so that no reader turns ignorance into a value.
-"""
+"""The record of a host. Frozen values; what is not known is None, and says why: see record.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+
+from .probed import Check, Exchange, Gap, Ladder, LinkLoad, Pattern
+from .record import ANY, Link, Reasons, Record, no_reasons
+
+__all__ = ["ANY", "Link", "Reasons", "Record"]  # which stand in record.py
 
 FORMAT = "pcie_comm topology 1"
 
@@ -29,56 +29,6 @@ P2P_KINDS = ("read", "write", "nvlink", "atomics", "prop")
 
 MOST_CPUS = 1 << 16
 """CPU numbers end below it; Linux has at most 8192."""
-
-ANY = "*"
-Reasons = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Record:
-    """Base of what may be partly unknown.
-
-    Raises:
-        ValueError: A field is None without a reason; a fault of the code that built it.
-    """
-
-    def __post_init__(self) -> None:
-        given: Reasons = getattr(self, "unknown", {})
-        reasons = {}
-        for item in fields(self):
-            if getattr(self, item.name) is None:
-                reasons[item.name] = given.get(item.name) or given.get(ANY) or ""
-                if not reasons[item.name]:
-                    raise ValueError(f"{type(self).__name__}.{item.name}: None without a reason")
-        if hasattr(self, "unknown"):
-            object.__setattr__(self, "unknown", reasons)
-
-    def why(self, name: str) -> str:
-        """Return why a field is None, or nothing where it is known."""
-        reasons: Reasons = getattr(self, "unknown", {})
-        return reasons.get(name, "")
-
-
-def _reasons() -> Reasons:
-    return {}
-
-
-@dataclass(frozen=True)
-class Link(Record):
-    """One end's view of its PCIe link.
-
-    Attributes:
-        speed_gts: Now, in GT/s; GPUs idle at 2.5.
-        max_speed_gts: That this end can do.
-        width: Lanes now.
-        max_width: Lanes that this end can use.
-    """
-
-    speed_gts: float | None = None
-    max_speed_gts: float | None = None
-    width: int | None = None
-    max_width: int | None = None
-    unknown: Reasons = field(default_factory=_reasons)
 
 
 @dataclass(frozen=True)
@@ -109,7 +59,7 @@ class Aer(Record):
     nonfatal: Mapping[str, int] | None = None
     fatal: Mapping[str, int] | None = None
     status: tuple[str, ...] | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -157,7 +107,7 @@ class PciNode(Record):
     aer: Aer | None = None
     bars: tuple[Bar, ...] | None = None
     driver: str | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -197,7 +147,7 @@ class Gpu(Record):
     numa_node: int | None = None
     cpus: str | None = None
     link: Link | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -215,7 +165,7 @@ class NumaNode(Record):
     cpus: str | None = None
     memory_nbytes: int | None = None
     distances: Mapping[str, int] | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -238,7 +188,7 @@ class Pair(Record):
     cuda_access: bool | None = None
     performance_rank: int | None = None
     native_atomics: bool | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -269,6 +219,9 @@ class Measurement(Record):
         p2p: Whether P2P was on.
         direction: `unidirectional` or `bidirectional`.
         access: `read` or `write`.
+        engine: `copy engine` or `SM`.
+        nbytes: Of a transfer.
+        gaps: Why cells are None, where there is a reason for one of its own.
     """
 
     title: str
@@ -279,7 +232,10 @@ class Measurement(Record):
     p2p: bool | None = None
     direction: str | None = None
     access: str | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    engine: str | None = None
+    nbytes: int | None = None
+    gaps: tuple[Gap, ...] = ()
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -311,7 +267,7 @@ class System(Record):
     virtual_machine: str | None = None
     driver: str | None = None
     environment: Mapping[str, str] | None = None
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
 
 @dataclass(frozen=True)
@@ -326,6 +282,11 @@ class Host(Record):
         driver_labels: As nvidia-smi or NVML gives them, other devices included.
         pairs: Capability per ordered pair.
         measurements: Matrices that were measured.
+        checks: What was verified; empty if nothing was.
+        exchanges: Times of the protocols, likewise the following.
+        ladders: Time by size.
+        patterns: Several transfers at once.
+        loads: Links under load.
         loose_acs: Of ports that the source does not name.
         remarks: What a reader found odd or left out.
         format: Of the JSON form.
@@ -338,10 +299,15 @@ class Host(Record):
     driver_labels: LabelMatrix | None = None
     pairs: tuple[Pair, ...] | None = None
     measurements: tuple[Measurement, ...] = ()
+    checks: tuple[Check, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    ladders: tuple[Ladder, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    loads: tuple[LinkLoad, ...] = ()
     loose_acs: tuple[Acs, ...] = ()
     remarks: tuple[str, ...] = ()
     format: str = FORMAT
-    unknown: Reasons = field(default_factory=_reasons)
+    unknown: Reasons = field(default_factory=no_reasons)
 
     def node(self, address: str | None) -> PciNode | None:
         """Return the node of an address, None if there is none."""

@@ -105,6 +105,16 @@ class Nvml:
             unknown={ANY: "NVML has no answer for this GPU"},
         )
 
+    def links(self) -> dict[str, tuple[Link, int | None]]:
+        """Return link and PCIe replay counter of every GPU as they are now, by UUID."""
+        found = {}
+        for handle in self._handles:
+            uuid = self._ask("nvmlDeviceGetUUID", handle)
+            if uuid is not None:
+                replays = self._ask("nvmlDeviceGetPcieReplayCounter", handle)
+                found[str(uuid)] = self._link(handle), replays
+        return found
+
     def labels(self) -> LabelMatrix:
         """Return the driver's labels."""
         rows = [

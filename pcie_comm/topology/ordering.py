@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from .labels import ORDER, components, distance, groups_within, labels
 from .model import Host
+from .traffic import traffic_islands
 
 COST = {-1: 0, 0: 1, 1: 2, 2: 4, 3: 8, 4: 16, 5: 16}
 """Of a pair, by `distance`: every step costs as much as two pairs one step nearer."""
@@ -20,13 +21,16 @@ Pairs = Collection[tuple[str, str]]
 def best_order(host: Host) -> list[str]:
     """Return all GPUs, mates at every level side by side, otherwise in the order given.
 
-    GPUs of one NUMA node come together first, even if their labels do not say so.
+    Mates by measured traffic come together first, where that is known; then GPUs of one NUMA node,
+    even if their labels do not say so.
     """
     names = [gpu.name for gpu in host.gpus or ()]
-    levels = [_wide_groups(host, names)]
+    levels = [traffic_islands(host) or [tuple(names)], _wide_groups(host, names)]
     levels += [groups_within(host, label) for label in reversed(ORDER[:-2])]
     place = {name: at for at, name in enumerate(names)}
-    first = [{name: place[group[0]] for group in groups for name in group} for groups in levels]
+    first = [
+        {name: place[group[0]] for group in groups if group for name in group} for groups in levels
+    ]
     return sorted(names, key=lambda name: (*(level[name] for level in first), place[name]))
 
 

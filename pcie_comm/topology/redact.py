@@ -17,7 +17,16 @@ _UUID = re.compile(
     re.IGNORECASE,
 )
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s,;:)'\"]+/)*[^\s,;:)'\"]+")
-FREE_TEXT = ("cmdline", "environment", "remarks", "sources", "title", "unknown")
+FREE_TEXT = (
+    "cmdline",
+    "detail",
+    "environment",
+    "reason",
+    "remarks",
+    "sources",
+    "title",
+    "unknown",
+)
 """Fields whose text others wrote, or that quotes it."""
 
 

@@ -109,6 +109,24 @@ class Sysfs:
             unknown=reasons,
         )
 
+    def link(self, address: str) -> Link | None:
+        """Return a device's link as it is now; None if sysfs does not have it."""
+        return self._link(self.devices / address, ConfigSpace(b""))
+
+    def errors(self, address: str) -> dict[str, int] | None:
+        """Return a device's AER counters as `KIND NAME`, zeros left out; None without any."""
+        texts = {
+            kind: self.text(self.devices / address / f"aer_dev_{kind}")
+            for kind in ("correctable", "nonfatal", "fatal")
+        }
+        if all(text is None for text in texts.values()):
+            return None
+        return {
+            f"{kind} {name}": count
+            for kind, text in texts.items()
+            for name, count in (_counters(text) or {}).items()
+        }
+
     def _hexadecimal(self, path: Path) -> str | None:
         text = self.text(path)
         return text.removeprefix("0x") if text else None

@@ -5,7 +5,7 @@ The life of a slab, on every rank:
     record = transport.allocate(nbytes)   own slab: zeroed, fenced, then its identity is returned
     ... the ranks exchange their records ...
     peers = transport.map(records)        every rank's slab becomes addressable
-    transport.seal()                      all have mapped: names that only served it may go
+    transport.seal()                      all have mapped: their writes arrived, names may go
     ... launches ...
     transport.unmap()                     this rank stops addressing its peers
     ... the ranks agree that all have unmapped ...
@@ -88,8 +88,14 @@ class Transport(ABC):
             CudaError: The driver refused a handle.
         """
 
-    def seal(self) -> None:  # noqa: B027 - most have nothing to drop
-        """Drop what only served the mapping, such as a file's name. Every peer has mapped."""
+    def seal(self) -> None:  # noqa: B027 - most have nothing to do
+        """Check what peers wrote while they mapped; drop what only served that, as a file's name.
+
+        Every peer has mapped.
+
+        Raises:
+            UnsupportedError: What a peer wrote did not arrive.
+        """
 
     @abstractmethod
     def unmap(self) -> None:

@@ -53,7 +53,7 @@ class CudaIpcTransport(DeviceSlabTransport):
             if peer != self.info.rank:
                 self._check_reachable(record, peer)
                 address = self._open(record, peer)
-            self._device.check_slab(address, record, peer)
+            self._greet(address, record, peer)
             addresses.append(address)
         return PeerMap(tuple(addresses))
 

@@ -27,7 +27,7 @@ class CudaLocalTransport(DeviceSlabTransport):
             index = self._device.check_peer_access(text_fact(record, "uuid", peer), peer)
             self._device.enable_peer_access(index)
             addresses.append(count_fact(record, "address", peer))
-            self._device.check_slab(addresses[-1], record, peer)
+            self._greet(addresses[-1], record, peer)
         return PeerMap(tuple(addresses))
 
     def _check_process(self, record: SlabRecord, peer: int) -> None:

@@ -111,11 +111,8 @@ class CudaDevice:
             InvalidArgumentError: There is no slab, or another one.
             CudaError: The device cannot read there.
         """
-        target = ctypes.create_string_buffer(HEADER_NBYTES)
         try:
-            with self.current(), _private_stream() as stream:
-                start = ctypes.addressof(target)
-                driver.call("cuMemcpyDtoHAsync", start, address, HEADER_NBYTES, stream)
+            header = self.read(address, HEADER_NBYTES)
         except CudaError as error:
             if error.name != "CUDA_ERROR_INVALID_VALUE":
                 raise
@@ -124,7 +121,22 @@ class CudaDevice:
                 "it is stale; exchange the records again",
                 peer=peer,
             ) from error
-        check_header(target.raw, record, peer)
+        check_header(header, record, peer)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Return bytes of any memory that this device can address, by its own copy engine."""
+        target = ctypes.create_string_buffer(nbytes)
+        with self.current(), _private_stream() as stream:
+            start = ctypes.addressof(target)
+            driver.call("cuMemcpyDtoHAsync", start, address, nbytes, stream)
+        return target.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write to any memory that this device can address, by its own copy engine."""
+        source = ctypes.create_string_buffer(data, len(data))
+        with self.current(), _private_stream() as stream:
+            start = ctypes.addressof(source)
+            driver.call("cuMemcpyHtoDAsync", address, start, len(data), stream)
 
     def check_peer_access(self, peer_uuid: str, peer: int) -> int:
         """Return the ordinal of rank `peer`'s device, which this one can address.

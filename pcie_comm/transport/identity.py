@@ -15,6 +15,8 @@ from .base import SlabRecord, TransportInfo
 HEADER_NBYTES = SlabLayout.NONCE_OFFSET + SlabLayout.NONCE_NBYTES
 """Length of magic and nonce, the only bytes of a new slab that are not zero."""
 
+REMEDY = "see to ACS and IOMMU (pcie-comm doctor), or use transport='host_pinned'"
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _token: tuple[int, str] | None = None
@@ -68,8 +70,9 @@ def check_header(header: bytes, record: SlabRecord, peer: int) -> None:
     nonce = header[SlabLayout.NONCE_OFFSET :].hex()
     if int.from_bytes(header[: SlabLayout.NONCE_OFFSET], "little") != SLAB_MAGIC:
         raise InvalidArgumentError(
-            f"what the record of rank {peer} points to is no slab (header={header.hex()}); "
-            "exchange the records again",
+            f"what the record of rank {peer} points to is no slab (header={header.hex()}): it is "
+            "stale, or reads of that memory do not arrive here. Exchange the records again; if "
+            f"that does not help, {REMEDY}",
             peer=peer,
         )
     if nonce != record.nonce:

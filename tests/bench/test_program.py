@@ -58,6 +58,15 @@ def test_a_run_measures_checks_and_says_what_it_left_out(out, capsys):
         assert row["memory"] == "shared memory"
 
 
+def test_alone_measures_nothing_beside_ours(out):
+    assert tiny(out, "--alone", "--op", FUSED) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["contender"], row["protocol"]) for row in rows] == [
+        ("ours", "push"),
+        ("ours", "pull"),
+    ]
+
+
 def test_wrong_outputs_make_exit_code_1_and_no_policy(out, capsys, monkeypatch):
     def careless(logits, bias, result):
         result[0].fill_(0.5)

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import harness
 import pytest
 from launcher import run_ranks
+from mps_server import FEW_QUEUES, mps_server
+
+from pcie_comm import driver
+from pcie_comm.transport.cuda_memory import dashed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
 
-FEW_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-"""A rank of its own process needs few; with 32 each, the third client of MPS got no context."""
-
-
 @pytest.fixture(scope="module")
 def mps(tmp_path_factory):
-    """An MPS server with directories of its own; yields the clients' environment."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        pytest.skip("nvidia-cuda-mps-control is not installed")
-    root = tmp_path_factory.mktemp("mps")
-    variables = {
-        **FEW_QUEUES,
-        "CUDA_MPS_PIPE_DIRECTORY": str(root / "pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(root / "log"),
-    }
-    for name in ("pipe", "log"):
-        (root / name).mkdir()
-    environment = {**os.environ, **variables}
-    subprocess.run([control, "-d"], env=environment, check=True, timeout=20)
-    yield variables
-    subprocess.run([control], input=b"quit\n", env=environment, check=True, timeout=20)
-    time.sleep(1)
+    """Yield the environment of an MPS server's clients."""
+    with mps_server(tmp_path_factory.mktemp("mps")) as environment:
+        yield environment
 
 
 def exchange(rank: int, world_size: int, rounds: int) -> list[dict[str, object]]:
@@ -131,6 +115,10 @@ def test_processes_under_mps(world_size, mps, figures):
     check(world_size, mps, figures, True)
 
 
-def test_processes_without_mps(figures):
-    """Time slices: a handshake takes milliseconds, and must still be right."""
-    check(2, FEW_QUEUES, figures, False)
+def test_b21_processes_without_mps(figures):
+    """Time slices: a handshake takes milliseconds, and must still be right. One process names its
+    GPU by number, the other by UUID, which CUDA_VISIBLE_DEVICES takes as well."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    uuid = f"GPU-{dashed(driver.device_uuid(0))}"
+    environment = [{**FEW_QUEUES, "CUDA_VISIBLE_DEVICES": name} for name in (shown, uuid)]
+    check(2, environment, figures, False)

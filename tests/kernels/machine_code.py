@@ -76,6 +76,7 @@ class Role(Enum):
     UNIT_STORE = "store of a unit"
     UNIT_LOAD = "load of a unit"
     CLAIM = "claim of the poison word"
+    BEGIN = "note that the launch has begun"
     PREDECESSOR = "wait for the predecessor"
     SUCCESSOR = "permission for the successor"
 

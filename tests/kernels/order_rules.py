@@ -21,6 +21,7 @@ def order_findings(program: Program, kind: Kind) -> list[str]:
         sends = program.places(Role.RELEASE, Role.ANNOUNCE, Role.UNIT_STORE)
         late = program.reach(program.after(waits)) & sends
         findings += program.named({"sent only when waiting has begun": late})
+        findings += _begin_findings(program)
     return findings
 
 
@@ -55,6 +56,16 @@ def _status_findings(program: Program) -> list[str]:
     return findings + program.named({"status code unclaimed": codes & _unclaimed(program)})
 
 
+def _begin_findings(program: Program) -> list[str]:
+    """Once, before it waits, a launch notes that it has begun, and looks whether another has."""
+    noted = program.places(Role.BEGIN)
+    findings = _missing(program, Role.BEGIN)
+    if len(noted) > 1:
+        findings.append(f"{len(noted)} notes that the launch has begun")
+    late = program.reach(program.after(program.places(Role.ACQUIRE))) & noted
+    return findings + program.named({"begun only when waiting is over": late})
+
+
 def _watched(program: Program) -> tuple[set[int], list[str]]:
     """Return the relaxed loads that an acquire may follow: those inside the wait for a flag.
 
@@ -64,14 +75,16 @@ def _watched(program: Program) -> tuple[set[int], list[str]]:
     before = program.leading_to(program.places(Role.RELAXED), acquires)
     watched = before & program.reach(program.after(acquires))
     looks = before - watched
-    if len(watched) == WATCHED_WORDS and len(looks) <= 1:
-        return before, []
-    words = f"{len(watched)} words, and {len(looks)} before"
-    return before, [f"a wait watches abort and poison word, here {words}"]
+    findings = []
+    if len(watched) != WATCHED_WORDS:
+        findings.append(f"a wait watches abort and poison word, here {len(watched)} words")
+    if len(looks) > 1:
+        findings.append(f"{len(looks)} looks before all waits")
+    return before, findings
 
 
 def _staged_findings(program: Program) -> list[str]:
-    """Push and pull, steps 2 to 8: stage, barrier, release, acquire, barrier, collect."""
+    """Push and pull, steps 2 to 7: stage, barrier, release, acquire, barrier, collect."""
     watched, findings = _watched(program)
     findings += _missing(program, Role.RELEASE, Role.ACQUIRE)
     collected = program.places(Role.RELAXED) - watched

@@ -23,11 +23,12 @@ MEMORY = re.compile(
 )
 ANNOUNCE = "st.relaxed.sys.global.u64"
 CLAIM = "atom.relaxed.gpu.global.cas.b32"
+BEGIN = "atom.relaxed.gpu.global.exch.b32"
 UNIT_STORE, UNIT_LOAD = "st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"
 SILENT = r"(ld|st)\.global\.(v4\.u32|v2\.u32|u64|u32|u8)|ld\.global\.f32|ld\.param\.\w+"
 SILENT += r"|ld\.shared\.(v2\.u64|v4\.u32|u64|u32)|st\.shared\.(u64|u32)"
 WAITING = rf"{SILENT}|ld\.acquire\.sys\.global\.u64|st\.release\.sys\.global\.u32"
-WAITING += rf"|{re.escape(CLAIM)}"
+WAITING += rf"|{re.escape(CLAIM)}|{re.escape(BEGIN)}"
 STAGED = rf"{WAITING}|ld\.relaxed\.sys\.global\.(v4\.u32|u64|u32|u8)"
 STAGED += r"|st\.release\.sys\.global\.u64"
 TAGGED = rf"{WAITING}|ld\.relaxed\.sys\.global\.u32|st\.relaxed\.sys\.global\.u64"
@@ -44,6 +45,7 @@ ROLES = {
     "griddepcontrol.wait": Role.PREDECESSOR,
     "griddepcontrol.launch_dependents": Role.SUCCESSOR,
     CLAIM: Role.CLAIM,
+    BEGIN: Role.BEGIN,
 }
 REGISTER = re.compile(r"%(?!p\d)\w+")
 """Not predicates: what a value decides is not part of what is followed."""

@@ -26,14 +26,21 @@ MEMORY = re.compile(
 )
 LOCAL = re.compile(r"(LDL|STL)\b.*")
 CLAIM = "ATOMG.E.CAS.STRONG.GPU"
+BEGIN = "ATOMG.E.EXCH.STRONG.GPU"
 FENCE = "MEMBAR.ALL.SYS"
 INVALIDATE = "CCTL.IVALL"
 SILENT = r"(LDG|STG)\.E(\.U8|\.64|\.128)?|(LDS|STS)(\.64|\.128)?|(U?LDC|LDCU)(\.64|\.128)?"
 STAGED = rf"{SILENT}|LDG\.E(\.U8|\.64|\.128)?\.STRONG\.SYS|STG\.E(\.64)?\.STRONG\.SYS"
-STAGED += rf"|{re.escape(CLAIM)}|{re.escape(FENCE)}|ERRBAR|CGAERRBAR|{re.escape(INVALIDATE)}"
+STAGED += rf"|{re.escape(CLAIM)}|{re.escape(BEGIN)}"
+STAGED += rf"|{re.escape(FENCE)}|ERRBAR|CGAERRBAR|{re.escape(INVALIDATE)}"
 TAGGED = rf"{STAGED}|STG\.E\.128\.STRONG\.SYS"
 OVERLAPPING = "ACQBULK|PREEXIT"
-ROLES = {"ACQBULK": Role.PREDECESSOR, "PREEXIT": Role.SUCCESSOR, CLAIM: Role.CLAIM}
+ROLES = {
+    "ACQBULK": Role.PREDECESSOR,
+    "PREEXIT": Role.SUCCESSOR,
+    CLAIM: Role.CLAIM,
+    BEGIN: Role.BEGIN,
+}
 MOST_REGISTERS = 255
 MOST_SHARED_NBYTES = 48 * 1024  # static, on every architecture
 BARRIER = re.compile(r"BAR\.(SYNC|RED)\b.*")

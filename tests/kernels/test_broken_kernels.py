@@ -220,6 +220,31 @@ TAGGED_PUSH = {
 }
 
 
+BEGUN = "begun only when waiting is over"
+begin, conclude = Lane.begin, Lane.conclude
+
+
+def begin_at_last(lane, ok, wait):
+    """Say that the launch has begun when it has waited."""
+    begin(lane, lane.thread == 0)
+    return conclude(lane, ok, wait)
+
+
+NO_NOTE = ((Lane, "begin", lambda lane, noting: Uint32(0)),)
+LATE_NOTE = ((Lane, "conclude", begin_at_last), *NO_NOTE)
+THE_NOTE = {
+    f"{PLAIN.op} {PLAIN.variant[0]}: begun too late": Broken(
+        BEGUN, BEGUN, key=PLAIN, replaced=LATE_NOTE
+    )
+} | {
+    f"{key.op} {key.variant[0]}: the beginning is not noted": Broken(
+        what, what, key=key, replaced=NO_NOTE
+    )
+    for key in (PLAIN, TAGGED)
+    for what in ("no note that the launch has begun",)
+}
+
+
 def overlap_fault(what: str, first: Callable | None, second: Callable | None, key: KernelKey):
     def follow_predecessor() -> None:
         for step in (first, second):
@@ -257,7 +282,7 @@ OVERLAP["memory before the wait"] = Broken(
 
 CASES = {
     f"{name}-{arch}": (broken, arch)
-    for name, broken in (STAGED | TAGGED_PUSH | OVERLAP).items()
+    for name, broken in (STAGED | TAGGED_PUSH | THE_NOTE | OVERLAP).items()
     for arch in broken.archs
 }
 

@@ -67,7 +67,7 @@ def test_faultless_ptx_has_no_findings(ptx):
         "st.local.u32 [%rd4], 1;",
         "red.relaxed.sys.global.add.u32 [%rd4], 1;",
         "@%p1 red.global.add.u32 [%rd4], 1;",
-        "atom.relaxed.gpu.global.exch.b32 %r900, [%rd4], 1;",
+        "atom.relaxed.gpu.global.exch.b64 %rd900, [%rd4], 1;",
         "atom.relaxed.sys.global.cas.b32 %r900, [%rd4], 0, 1;",
         "membar.sys;",
         "fence.acq_rel.sys;",

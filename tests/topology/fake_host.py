@@ -32,6 +32,7 @@ class Gpu:
     product: str = "NVIDIA Fake 6000"
     port_speed: float = 32.0
     correctable: int = 0
+    replays: int = 0
     # Filled in by the builder.
     number: int = -1
     address: str = ""
@@ -323,6 +324,9 @@ class FakeNvml:
 
     def nvmlDeviceGetMaxPcieLinkWidth(self, gpu: Gpu) -> int:
         return gpu.max_width
+
+    def nvmlDeviceGetPcieReplayCounter(self, gpu: Gpu) -> int:
+        return gpu.replays
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: Gpu, other: Gpu) -> int:
         lied = self.levels.get((one.number, other.number))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_host import FakeHost, Gpu, Root, Switch, pairs_of_switches
+from fake_host import FakeHost, FakeNvml, Gpu, Root, Switch, pairs_of_switches
+from probed_hosts import probed
 from topology_texts import LSPCI, P2P_TEST, TOPO_M
 from typer.testing import CliRunner, Result
 
 from pcie_comm import cli
-from pcie_comm.topology import codec
-from pcie_comm.topology.collect import from_sysfs
+from pcie_comm.topology import codec, commands
+from pcie_comm.topology.collect import collect, from_sysfs
 from pcie_comm.topology.readers import read_text
 
 
@@ -142,3 +143,65 @@ def test_advise_without_gpus(tmp_path):
     result = invoke("advise", "--from", top)
     assert result.exit_code == 2
     assert "there is none" in result.output
+
+
+# ---- levels that need CUDA: what the program gives to the command
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Note which levels were asked for; the host is a made one, probed."""
+    levels = []
+    fake = pairs_of_switches()
+    fake.write(tmp_path / "made")
+    made = probed(collect(tmp_path / "made", FakeNvml(fake)))
+
+    def probe(host, wanted):
+        levels.append(wanted)
+        return made
+
+    monkeypatch.setattr(commands, "_probe", [probe])
+    return levels
+
+
+def test_levels_are_passed_on_and_their_report_is_read_again(asked, tmp_path):
+    result = invoke("topo", "--verify", "--measure", "--quick", "--json", "--redact")
+    assert result.exit_code == 0, result.output
+    assert asked == [commands.Levels(verify=True, measure=True, quick=True)]
+    path = tmp_path / "report.json"
+    path.write_text(result.stdout)
+    again = invoke("topo", "--from", path)
+    assert "GPU0 -> GPU1" in again.output and "islands by traffic" in again.output
+    assert invoke("topo", "diff", path, path).exit_code == 0
+    assert "GPU-" not in result.stdout
+    advice = invoke("advise", "--from", path)
+    assert "islands by traffic: GPU0 GPU1 | " in advice.output
+    assert "protocol in vram: tagged up to 8192 bytes" in advice.output
+    judged = invoke("doctor", "--from", path, "--json")
+    assert "data-fault" not in judged.stdout
+
+
+def test_capability_alone(asked):
+    assert invoke("topo", "--capability").exit_code == 0
+    assert asked == [commands.Levels(capability=True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--verify", "--from", "x"), "leave it out"), (("--quick",), "--quick needs")],
+)
+def test_options_that_do_not_go_together(asked, arguments, words):
+    result = invoke("topo", *arguments)
+    assert result.exit_code == 2
+    assert words in result.output and len(result.output.strip().splitlines()) == 1
+    assert asked == []
+
+
+def test_without_a_gpu_verify_says_why():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = invoke("topo", "--verify")
+    assert result.exit_code == 2
+    assert "UnsupportedError: CUDA" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,20 @@ from pathlib import Path
 from fake_host import FakeHost, FakeNvml, Gpu, Root, Switch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from probed_hosts import number, probed, spoilt
 
 from pcie_comm.topology import codec
+from pcie_comm.topology.advice import advise
 from pcie_comm.topology.collect import collect
+from pcie_comm.topology.doctor import Case, examine
 from pcie_comm.topology.labels import best_matrix, islands
+from pcie_comm.topology.merge import with_names
 from pcie_comm.topology.nccl_export import to_nccl_xml
 from pcie_comm.topology.ordering import best_order, best_subset
 from pcie_comm.topology.readers import read_text
 from pcie_comm.topology.redact import redact
 from pcie_comm.topology.render import to_text
+from pcie_comm.topology.traffic import traffic_islands
 
 FEW = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -103,6 +109,57 @@ def test_export_then_import_is_the_identity(fake):
     if host.gpus:
         again = read_text(to_nccl_xml(host), "x")
         assert [gpu.address for gpu in again.gpus or ()] == [gpu.address for gpu in host.gpus]
+
+
+def findings_by_uuid(host):
+    names = {gpu.name: gpu.uuid for gpu in host.gpus}
+
+    def translated(text):
+        return re.sub(r"GPU\d+(?!-)\b|GPU\d+(?=-GPU|-host)", lambda m: names[m[0]], text)
+
+    ids = ("data-fault", "one-way-pair", "slow-p2p", "errors-under-load", "false-access")
+    found, _ = examine(Case(host))
+    return sorted((one.id, translated(one.subject)) for one in found if one.id in ids)
+
+
+@FEW
+@given(hosts, st.data())
+def test_another_numbering_permutes_what_was_probed(fake, data):
+    count = len(collected(fake).gpus)
+    order = data.draw(st.permutations(range(count)))
+    bad = [data.draw(st.integers(0, max(count - 1, 0))) for _ in range(2)]
+    seen = []
+    for host in (probed(collected(fake)), probed(collected(fake, order))):
+        if count:
+            ends = [next(g.name for g in host.gpus if number(host, g.name) == at) for at in bad]
+            host = spoilt(host, *ends, "DROPPED")
+        names = {gpu.name: gpu.uuid for gpu in host.gpus}
+        near = traffic_islands(host) or []
+        advice = advise(host) if count else None
+        seen.append(
+            (
+                findings_by_uuid(host),
+                {frozenset(names[name] for name in group) for group in near},
+                advice
+                and sorted((veto.source, veto.target, veto.reason) for veto in advice.vetoes),
+                advice and advice.crossovers,
+            )
+        )
+    assert seen[0] == seen[1]
+    assert not count or any(name == "data-fault" for name, _ in seen[0][0])
+
+
+@FEW
+@given(hosts, st.data())
+def test_other_names_and_back_is_the_identity(fake, data):
+    host = probed(collected(fake))
+    names = [gpu.name for gpu in host.gpus]
+    new = dict(zip(names, data.draw(st.permutations(names)), strict=True))
+    back = {other: name for name, other in new.items()}
+    renamed = with_names(host, new)
+    assert with_names(renamed, back) == host
+    assert [check.source for check in renamed.checks] == [new[c.source] for c in host.checks]
+    assert codec.from_json(codec.to_json(renamed), "x") == renamed
 
 
 hostnames = st.from_regex(r"[a-z]{3,8}-[a-z0-9]{2,6}", fullmatch=True)

@@ -107,6 +107,8 @@ class FakeHost:
     def __init__(self, gpus: int = 1, *, isolated: Sequence[tuple[int, int]] = ()) -> None:
         self.gpus = [f"{index:x}" * 32 for index in range(1, gpus + 1)]
         self.isolated = {frozenset((self.gpus[a], self.gpus[b])) for a, b in isolated}
+        self.lost: set[tuple[str, str, str]] = set()
+        """Accesses that do not arrive, though the driver says they may: from GPU, to GPU, what."""
         self.blocks: list[Block] = []
         self.addresses = itertools.count(0x7F00_0000_0000, 1 << 30)
         self.here = threading.local()
@@ -232,7 +234,10 @@ class FakeHost:
         if found is None or not self.current.contexts:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         block, offset = found
-        if to_device:
+        if (self.current.contexts[-1], block.gpu, "write" if to_device else "read") in self.lost:
+            if not to_device:
+                ctypes.memset(host, 0, nbytes)
+        elif to_device:
             block.data[offset : offset + nbytes] = ctypes.string_at(host, nbytes)
         else:
             ctypes.memmove(host, bytes(block.data[offset : offset + nbytes]), nbytes)

@@ -34,7 +34,10 @@ def check_life_of_a_slab(side: Side) -> None:
         nonce = SlabRecord.decode(records[peer], transport=side.name, peer=peer).nonce
         assert slab[:8] == SLAB_MAGIC.to_bytes(8, "little")
         assert slab[8:NONCE_END].hex() == nonce
-        assert slab[NONCE_END:] == bytes(NBYTES - NONCE_END)
+        assert slab[NONCE_END : SlabLayout.MARKS_OFFSET] == bytes(
+            SlabLayout.MARKS_OFFSET - NONCE_END
+        )
+        assert slab[SlabLayout.HEADER_NBYTES :] == bytes(NBYTES - SlabLayout.HEADER_NBYTES)
     side.exchange()
     for target in everyone:
         side.write(peers, target, 1024 * (1 + side.rank), bytes([side.rank + 1, target + 1]) * 8)

@@ -11,7 +11,7 @@ from sides import NBYTES, edited
 
 from pcie_comm import driver
 from pcie_comm.errors import CudaError, InvalidArgumentError, UnsupportedError
-from pcie_comm.layout import SLAB_MAGIC
+from pcie_comm.layout import SLAB_MAGIC, SlabLayout
 from pcie_comm.transport import cuda_ipc, cuda_local, identity, load
 from pcie_comm.transport.base import PeerMap, Transport, TransportInfo
 from pcie_comm.transport.cuda_memory import dashed
@@ -31,6 +31,10 @@ class Rank:
     def map(self, records: Sequence[bytes]) -> PeerMap:
         with self.process.entered():
             return self.transport.map(records)
+
+    def seal(self) -> None:
+        with self.process.entered():
+            self.transport.seal()
 
     def unmap(self) -> None:
         with self.process.entered():
@@ -84,7 +88,8 @@ def test_slabs_that_share_a_block_keep_their_offsets(host: FakeHost) -> None:
         address = ranks[1].map(records).addresses[0]
         nonce = bytes.fromhex(json.loads(records[0])["nonce"])
         assert ranks[1].read(address, 24) == SLAB_MAGIC.to_bytes(8, "little") + nonce
-        assert ranks[1].read(address, NBYTES)[24:] == bytes(NBYTES - 24)
+        behind = SlabLayout.HEADER_NBYTES
+        assert ranks[1].read(address, NBYTES)[behind:] == bytes(NBYTES - behind)
         seen.append(nonce)
     assert seen[0] != seen[1]
     assert len(two.opened) == 1, "both slabs lie in one block: one mapping, opened twice"
@@ -239,6 +244,56 @@ def test_failing_open_leaves_nothing_mapped(host: FakeHost, status: Status) -> N
     del processes[0].failures["cuIpcOpenMemHandle"]
     ranks[0].map(records)
     finish(ranks)
+
+
+def two_gpus(name: str, host: FakeHost) -> list[Rank]:
+    """Return two ranks on GPUs of their own, as processes or in one."""
+    one = host.process()
+    return ranks_of(name, (one, 0), (host.process() if name == "cuda_ipc" else one, 1))
+
+
+@pytest.mark.parametrize("name", ["cuda_ipc", "cuda_local"])
+def test_b31_reads_that_do_not_arrive_are_noticed(name: str, host: FakeHost) -> None:
+    """One direction reads zeros, and writes right; the other is sound."""
+    ranks = two_gpus(name, host)
+    records = [rank.allocate() for rank in ranks]
+    host.lost = {(host.gpus[0], host.gpus[1], "read")}
+    with pytest.raises(InvalidArgumentError, match=r"of rank 1 .*ACS and IOMMU.*host_pinned"):
+        ranks[0].map(records)
+    assert not +ranks[0].process.opened
+    ranks[1].map(records)
+    finish(ranks)
+
+
+@pytest.mark.parametrize("name", ["cuda_ipc", "cuda_local"])
+def test_b31_writes_that_do_not_arrive_are_noticed_by_their_target(
+    name: str, host: FakeHost
+) -> None:
+    """One direction reads right, and its writes are lost: the owner of the memory looks."""
+    ranks = two_gpus(name, host)
+    records = [rank.allocate() for rank in ranks]
+    host.lost = {(host.gpus[0], host.gpus[1], "write")}
+    for rank in ranks:
+        rank.map(records)
+    ranks[0].seal()
+    with pytest.raises(UnsupportedError, match=r"rank 0 wrote .*ACS and IOMMU") as caught:
+        ranks[1].seal()
+    assert (caught.value.rank, caught.value.peer) == (1, 0)
+    assert caught.value.reason == "writes of a peer do not arrive"
+    finish(ranks)
+
+
+def test_b31_control_writes_that_arrive_pass(host: FakeHost) -> None:
+    for name in ("cuda_ipc", "cuda_local"):
+        ranks = two_gpus(name, host)
+        records = [rank.allocate() for rank in ranks]
+        ranks[0].map(records)
+        with pytest.raises(UnsupportedError, match="did not arrive"):
+            ranks[0].seal()  # rank 1 has not mapped
+        ranks[1].map(records)
+        for rank in ranks:
+            rank.seal()
+        finish(ranks)
 
 
 def test_failing_close_can_be_repeated(host: FakeHost) -> None:

@@ -164,17 +164,17 @@ VARIANTS: dict[str, Replaced] = {
 
 
 @contextmanager
-def replaced(variant: str) -> Iterator[None]:
-    """Have kernels that are built meanwhile use a variant's device functions."""
+def replaced(functions: Replaced) -> Iterator[None]:
+    """Have kernels that are built meanwhile use other device functions."""
     with ExitStack() as stack:
-        for place, name, function in VARIANTS[variant]:
+        for place, name, function in functions:
             stack.enter_context(mock.patch.object(place, name, function))
         yield
 
 
 def build(variant: str, key: KernelKey, arch: str) -> compiler.CompiledKernel:
     """Compile one kernel of a variant."""
-    with replaced(variant):
+    with replaced(VARIANTS[variant]):
         return compiler.build(find(key.op), key, arch)
 
 

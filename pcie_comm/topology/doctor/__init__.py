@@ -1,14 +1,13 @@
 """The doctor: rules that judge a host by what is known of it, and say what they cannot judge.
 
-Faults that show only under load or in data (dropped writes, slow links under load) are not judged
-here: they need a GPU.
+Faults that show only under load or in data are judged from a report that was verified or measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import host_rules, link_rules, pair_rules
+from . import figure_rules, host_rules, link_rules, load_rules, pair_rules
 from .finding import ERROR, SEVERITIES, WARNING, Case, Finding, Rule, Unjudged
 
 __all__ = ["RULES", "Case", "Finding", "Unjudged", "examine", "exit_code"]
@@ -17,6 +16,8 @@ RULES: dict[str, Rule] = {
     "missing-sysfs": host_rules.missing_tree,
     "mig": host_rules.mig,
     "one-way-pair": pair_rules.one_way,
+    "data-fault": load_rules.data_fault,
+    "false-access": load_rules.false_access,
     "stale-advice": host_rules.stale_advice,
     "link-errors": link_rules.link_errors,
     "no-access": pair_rules.no_access,
@@ -26,8 +27,13 @@ RULES: dict[str, Rule] = {
     "low-ceiling": link_rules.low_ceiling,
     "small-bar": host_rules.small_bar,
     "display": host_rules.display,
-    "slow-p2p": pair_rules.slow_p2p,
-    "write-collapse": pair_rules.write_collapse,
+    "slow-p2p": figure_rules.slow_p2p,
+    "write-collapse": figure_rules.write_collapse,
+    "slow-pair": figure_rules.slow_pair,
+    "slow-link-under-load": load_rules.slow_link,
+    "errors-under-load": load_rules.load_errors,
+    "oversubscribed-uplink": load_rules.oversubscribed,
+    "uplink-collapse": load_rules.uplink_collapse,
     "label-mismatch": pair_rules.label_mismatch,
     "label-numa-conflict": pair_rules.far_in_node,
     "rank-order": pair_rules.rank_order,

@@ -1,17 +1,14 @@
-"""Rules about pairs of GPUs, their labels, and figures that were measured."""
+"""Rules about pairs of GPUs and their labels."""
 
 from __future__ import annotations
 
-import statistics
-
 from ..labels import islands, labels, mismatches
-from ..model import Host, Measurement, Pair
+from ..model import Pair
 from ..ordering import best_order, crossings
+from ..traffic import bad_checks
 from .finding import ERROR, WARNING, Case, Finding, Outcome
 from .host_rules import CUDA_GUIDE
 
-SLOWER = 0.9
-COLLAPSE = 0.5
 LEGEND = "legend of nvidia-smi topo -m"
 
 
@@ -25,7 +22,8 @@ def can_access(pair: Pair) -> bool | None:
 
 def _facts(pair: Pair) -> str:
     status = ", ".join(f"{kind} {value}" for kind, value in sorted((pair.p2p or {}).items()))
-    return f"p2p: {status or 'unknown'}; cuda_access={pair.cuda_access}"
+    ranked = "" if pair.performance_rank is None else f", performance_rank={pair.performance_rank}"
+    return f"p2p: {status or 'unknown'}; cuda_access={pair.cuda_access}{ranked}"
 
 
 def no_access(case: Case) -> Outcome:
@@ -57,10 +55,13 @@ def one_way(case: Case) -> Outcome:
     if pairs is None:
         return case.host.why("pairs")
     access = {(pair.source, pair.target): pair for pair in pairs}
+    bad = bad_checks(case.host)
     found = []
     for (source, target), pair in access.items():
         back = access.get((target, source))
-        if back is None or not can_access(pair) or can_access(back) is not False:
+        works = can_access(pair) and (source, target) not in bad
+        refused = back is not None and (can_access(back) is False or (target, source) in bad)
+        if back is None or not works or not refused:
             continue
         found.append(
             Finding(
@@ -150,75 +151,5 @@ def rank_order(case: Case) -> Outcome:
             seen=f"{seen} in the order of the source",
             remedy=f"order ranks as {' '.join(best_order(host))} (`pcie-comm advise`)",
             source="docs/topology.md, order",
-        )
-    ]
-
-
-def _middle(matrix: Measurement) -> float | None:
-    """Return the median of the figures between different GPUs."""
-    cells = [
-        value
-        for row, values in zip(matrix.rows, matrix.cells, strict=True)
-        for column, value in zip(matrix.columns, values, strict=True)
-        if row != column and value is not None
-    ]
-    return statistics.median(cells) if cells else None
-
-
-def _bandwidths(host: Host, **facts: object) -> list[tuple[Measurement, float]]:
-    found = []
-    for matrix in host.measurements:
-        middle = _middle(matrix)
-        fits = all(getattr(matrix, name) == value for name, value in facts.items())
-        if fits and matrix.unit == "GB/s" and middle is not None and "CPU" not in matrix.rows:
-            found.append((matrix, middle))
-    return found
-
-
-def slow_p2p(case: Case) -> Outcome:
-    """Peer access that is slower than the way through the host is broken somewhere."""
-    found, compared = [], False
-    for matrix, with_p2p in _bandwidths(case.host, p2p=True):
-        others = _bandwidths(case.host, p2p=False, direction=matrix.direction)
-        if not others:
-            continue
-        compared = True
-        without = others[0][1]
-        if with_p2p >= SLOWER * without:
-            continue
-        found.append(
-            Finding(
-                id="slow-p2p",
-                severity=WARNING,
-                subject=matrix.title,
-                evidence=f"median {with_p2p:g} GB/s with P2P, {without:g} without",
-                expected="at least the speed without P2P",
-                seen=f"{with_p2p / without:.2f} of it",
-                remedy="look for ACS redirects and a translating IOMMU; else use host_pinned",
-                source="p2pBandwidthLatencyTest, medians between different GPUs",
-            )
-        )
-    return found if compared else "no figures with P2P and without it"
-
-
-def write_collapse(case: Case) -> Outcome:
-    """Some hosts write to peers at a fraction of the speed at which they read."""
-    writes = _bandwidths(case.host, p2p=True, access="write")
-    reads = _bandwidths(case.host, p2p=True, access="read")
-    if not writes or not reads:
-        return "no figures of peer reads and writes"
-    (matrix, write), (_, read) = writes[0], reads[0]
-    if write >= COLLAPSE * read:
-        return []
-    return [
-        Finding(
-            id="write-collapse",
-            severity=WARNING,
-            subject=matrix.title,
-            evidence=f"median {write:g} GB/s written, {read:g} read",
-            expected="writes about as fast as reads",
-            seen=f"{write / read:.2f} of it",
-            remedy="use the pull protocol (Config.protocol='pull')",
-            source="p2pBandwidthLatencyTest, medians between different GPUs",
         )
     ]

@@ -8,6 +8,9 @@ from html import escape
 from ..doctor import Case, Finding, examine
 from ..labels import ORDER, best_matrix, distance, islands
 from ..model import Host, Measurement
+from ..probed import FAULTS, NO_ACCESS, OK
+from ..traffic import traffic_islands
+from .grid import Table, gaps, number, tables
 from .tree import Branch, forest
 
 ROW, STEP, CHARACTER = 24, 28, 7
@@ -22,7 +25,7 @@ table { border-collapse: collapse; } td, th { text-align: left; padding: .3rem .
 .scroll { overflow-x: auto; } svg text { font: 12px ui-monospace, monospace; fill: #1b1f24; }
 svg .line { stroke: #8c959f; fill: none; } svg .gpu { fill: #1a7f37; } svg .port { fill: #57606a; }
 .error { color: #b3261e; font-weight: 600; } .warning { color: #8a5300; font-weight: 600; }
-.info { color: #57606a; }
+.info { color: #57606a; } .good { color: #1a7f37; }
 """
 
 
@@ -38,6 +41,7 @@ def to_html(host: Host) -> str:
         _tree(host),
         "<h2>Labels</h2>",
         _labels(host),
+        *(_table(table) for table in tables(host)),
         *(_figures(matrix) for matrix in host.measurements),
         "<h2>Findings</h2>",
         _findings(findings),
@@ -120,7 +124,34 @@ def _labels(host: Host) -> str:
     words = [[cell or "?" for cell in row] for row in matrix.cells]
     groups = " | ".join(" ".join(group) for group in islands(host))
     picture = heat_map(matrix.rows, matrix.columns, words, shades)
-    return f"{picture}<p>Islands: {escape(groups)}</p>"
+    near = traffic_islands(host)
+    shown = " | ".join(" ".join(group) for group in near) if near else "not measured"
+    return f"{picture}<p>Islands: {escape(groups)}. By traffic: {escape(shown)}.</p>"
+
+
+def _table(table: Table) -> str:
+    """Return a table; cells that are a verdict have its class."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *table.columns))
+    rows = [
+        "".join(
+            (
+                f"<th>{escape(name)}</th>",
+                *(f"<td{_class(cell)}>{escape(cell)}</td>" for cell in cells),
+            )
+        )
+        for name, cells in table.rows
+    ]
+    body = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    listed = f"<ul>{notes}</ul>" if notes else ""
+    shown = f'<div class="scroll"><table>{body}</table></div>' if rows else ""
+    return f"<h2>{escape(table.title)}</h2>{shown}{listed}"
+
+
+def _class(cell: str) -> str:
+    if cell == OK:
+        return ' class="good"'
+    return ' class="error"' if cell in (*FAULTS, NO_ACCESS) else ""
 
 
 def _figures(matrix: Measurement) -> str:
@@ -130,9 +161,10 @@ def _figures(matrix: Measurement) -> str:
     shades = [
         [None if value is None else (value - low) / span for value in row] for row in matrix.cells
     ]
-    words = [["" if value is None else f"{value:g}" for value in row] for row in matrix.cells]
+    words = [["" if value is None else number(value) for value in row] for row in matrix.cells]
     title = matrix.title or f"Figures without a title, unit {matrix.unit or 'unknown'}"
-    return f"<h2>{escape(title)}</h2>{heat_map(matrix.rows, matrix.columns, words, shades)}"
+    notes = "".join(f"<p>{escape(note)}</p>" for note in gaps(matrix))
+    return f"<h2>{escape(title)}</h2>{heat_map(matrix.rows, matrix.columns, words, shades)}{notes}"
 
 
 def heat_map(

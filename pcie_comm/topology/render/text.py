@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..labels import islands, labels
-from ..model import Host, Measurement
+from ..model import Host, Measurement, Pair
+from ..traffic import traffic_islands
+from .grid import UNKNOWN, Table, gaps, number, tables
 from .tree import Branch, forest
 
-UNKNOWN = "?"
+CUDA_FIELDS = ("cuda_access", "performance_rank", "native_atomics")
 
 
 def to_text(host: Host) -> str:
     """Return everything that a terminal shows of a host."""
     parts = [_system(host), _trees(host), _labels(host), _p2p(host)]
+    parts += [_table(table) for table in tables(host)]
     parts += [_figures(matrix) for matrix in host.measurements]
     if host.remarks:
         parts.append("\n".join(f"remark: {remark}" for remark in host.remarks))
@@ -96,7 +99,10 @@ def _labels(host: Host) -> str:
     if reasons := {label.reason for label in every.values() if label.best is None}:
         text += f"\n{UNKNOWN}: {'; '.join(sorted(reasons))}"
     groups = " | ".join(" ".join(group) for group in islands(host))
-    return f"{text}\nislands: {groups}"
+    text += f"\nislands: {groups}"
+    if near := traffic_islands(host):
+        text += f"\nislands by traffic: {' | '.join(' '.join(group) for group in near)}"
+    return text
 
 
 def _p2p(host: Host) -> str:
@@ -112,13 +118,36 @@ def _p2p(host: Host) -> str:
         ]
         title = "P2P status of an unnamed kind" if kind == "?" else f"P2P {kind}"
         parts.append(f"{title}\n{grid('', names, rows)}")
-    return "\n\n".join(parts)
+    parts += [_cuda(names, host.pairs, field) for field in CUDA_FIELDS]
+    return "\n\n".join(filter(None, parts))
+
+
+def _cuda(names: Sequence[str], pairs: Sequence[Pair], field: str) -> str:
+    """Return a matrix of what CUDA says, nothing where it was not asked."""
+    cells = {(pair.source, pair.target): getattr(pair, field) for pair in pairs}
+    if all(value is None for value in cells.values()):
+        return ""
+
+    def cell(row: str, column: str) -> str:
+        value = cells.get((row, column))
+        if row == column or value is None:
+            return "X" if row == column else UNKNOWN
+        return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+    rows = [(row, [cell(row, column) for column in names]) for row in names]
+    return f"CUDA {field.replace('_', ' ')}\n{grid('', names, rows)}"
+
+
+def _table(table: Table) -> str:
+    rows = [(name, list(cells)) for name, cells in table.rows]
+    shown = grid("", table.columns, rows) if rows else ""
+    return "\n".join(filter(None, (table.title, shown, *table.notes)))
 
 
 def _figures(matrix: Measurement) -> str:
     rows = [
-        (name, [UNKNOWN if value is None else f"{value:g}" for value in cells])
+        (name, [number(value) for value in cells])
         for name, cells in zip(matrix.rows, matrix.cells, strict=True)
     ]
     title = matrix.title or f"figures without a title, unit {matrix.unit or 'unknown'}"
-    return f"{title}\n{grid('', matrix.columns, rows)}"
+    return "\n".join((title, grid("", matrix.columns, rows), *gaps(matrix)))

@@ -1,0 +1,1 @@
+"""What bounded waits and the abort word cost: kernels without them, and a comparison."""
