@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools")]
 
 import check_site  # noqa: E402 - a script: it is found through the path
-import draw_performance  # noqa: E402
 
 HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None
 
@@ -118,19 +117,3 @@ class TestHooks:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         assert check_site.main([str(tmp_path)]) == 0
-
-
-class TestPicture:
-    TEXT = (ROOT / "docs" / "evidence" / "development_h200.txt").read_text()
-
-    def test_figures_are_those_of_the_page(self):
-        figures = draw_performance.table(self.TEXT)
-        assert figures["VRAM", "tagged", 1] == [3.01, 3.40, 4.13, 5.62]
-        assert figures["pinned host", "push", 8] == [8.98, 14.43, 26.07, 53.24]
-        assert draw_performance.floors(self.TEXT)["handshake"] == [2.34, 2.83, 3.57, 5.08]
-
-    def test_it_is_drawn(self, tmp_path):
-        pytest.importorskip("matplotlib", reason="draws")
-        path = tmp_path / "picture.svg"
-        assert draw_performance.main(["--out", str(path)]) == 0
-        assert "tagged push, overlapping" in path.read_text()

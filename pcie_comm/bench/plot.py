@@ -79,6 +79,8 @@ def draw(rows: Sequence[Row], path: Path, caption: str) -> None:
 
 
 def _panel(panel: Any, found: dict[str, Line], axis: Axis) -> None:
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
     for name, line in found.items():
         style = "--" if name in FLOORS else "-"
         panel.plot(*zip(*line, strict=True), style, marker="o", markersize=4, label=name)
@@ -86,6 +88,9 @@ def _panel(panel: Any, found: dict[str, Line], axis: Axis) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, [str(x) for x in ticks])
     panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.set_xlabel(axis)
     panel.set_ylabel("µs")
     panel.grid(alpha=0.3, which="both")
