@@ -4,11 +4,13 @@
 #   DEMO_ARGS=...       options of `pcie-comm demo`          PYTEST_ARGS=...   options of pytest
 #   GPU_PYTHON=...      the interpreter of `make gpu-test`   REPORT=FILE       where its report goes
 #   MODEL_ARGS=--small  options of tools/model/check.py      WHEEL_ARGS=...    of tools/build_wheel.py
+#   PACKAGE_ARGS=...    options of tools/check_install.py
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DOCS_STAMP := $(VENV)/docs_installed
 
 # A driver's own file, or its tool in containers that hide /proc/driver.
 HAVE_DRIVER := $(shell test -e /proc/driver/nvidia/version && echo yes || command -v nvidia-smi)
@@ -22,7 +24,7 @@ GPU_MODULES := torch, cuda.bindings.driver, numpy, pytest, pytest_timeout, hypot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check docs model wheel gpu-test clean
+.PHONY: help demo test check docs model wheel package gpu-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,14 +43,19 @@ check: $(STAMP) ## lint, format, types, import contracts, sizes, links
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_links.py
 
-docs: $(STAMP) ## check that the links in the documentation resolve
+docs: $(DOCS_STAMP) ## the documentation site, into build/site, in strict mode; then its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python tools/check_links.py
+	$(BIN)/python tools/check_site.py build/site
 
 model: ## check the protocol with the model checker SPIN; says what is missing
 	$(PYTHON) tools/model/check.py $(MODEL_ARGS)
 
 wheel: $(STAMP) ## the wheel, with every kernel compiled; slow the first time, then incremental
 	$(BIN)/python tools/build_wheel.py --out dist $(WHEEL_ARGS)
+
+package: $(STAMP) ## sdist and wheel, installed and tried in a fresh environment without the compiler
+	$(BIN)/python tools/check_install.py $(CONSTRAINTS) $(PACKAGE_ARGS)
 
 # Works without a network: an interpreter that already has the modules is used as it is, and one
 # that was asked for by name is never replaced.
@@ -75,6 +82,11 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) \
 	  --editable '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) \
+	  --editable '.[docs]'
 	@touch $@
 
 clean: ## remove builds and caches, not .venv

@@ -1,7 +1,11 @@
 """Small, latency-bound collectives for LLM decode between the GPUs of one host without NVLink.
 
-Importing this package loads neither CUDA nor the CuTe DSL and needs no GPU.
+Importing this package loads neither CUDA nor the CuTe DSL and needs no GPU. What needs torch is
+loaded when it is first used, so that `pcie-comm doctor` can say that torch is missing.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .config import Config
 from .errors import (
@@ -20,19 +24,21 @@ from .errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
-from .group import PcieDcpGroup
-from .kernels.registry import (
-    Collective,
-    KernelKey,
-    OutputSpec,
-    Plan,
-    PlanInfo,
-    TensorMeta,
-    register,
-)
-from .kernels.router_spec import KIMI_K3, RouterSpec
-from .local import LocalWorld, local_world
-from .standalone import kimi_topk16
+
+if TYPE_CHECKING:
+    from .group import PcieDcpGroup
+    from .kernels.registry import (
+        Collective,
+        KernelKey,
+        OutputSpec,
+        Plan,
+        PlanInfo,
+        TensorMeta,
+        register,
+    )
+    from .kernels.router_spec import KIMI_K3, RouterSpec
+    from .local import LocalWorld, local_world
+    from .standalone import kimi_topk16
 
 __version__ = "0.1.0"
 
@@ -66,3 +72,35 @@ __all__ = [
     "local_world",
     "register",
 ]
+
+_HOMES = {
+    "group": ("PcieDcpGroup",),
+    "kernels.registry": (
+        "Collective",
+        "KernelKey",
+        "OutputSpec",
+        "Plan",
+        "PlanInfo",
+        "TensorMeta",
+        "register",
+    ),
+    "kernels.router_spec": ("KIMI_K3", "RouterSpec"),
+    "local": ("LocalWorld", "local_world"),
+    "standalone": ("kimi_topk16",),
+}
+"""By module, the public names that are loaded when they are first used."""
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used."""
+    for module, names in _HOMES.items():
+        if name in names:
+            value: object = getattr(import_module(f".{module}", __name__), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not loaded yet too."""
+    return sorted({*globals(), *__all__})

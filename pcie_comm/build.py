@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import driver
+from .archs import native_arch as arch_of
 from .bench.floors import FLOORS
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
@@ -116,7 +117,7 @@ def native_arch() -> str:
         driver.call("cuDeviceGetAttribute", attribute, driver.call("cuDeviceGet", 0))
         for attribute in _capability_attributes()
     )
-    return compiler.native_arch((int(major), int(minor)))
+    return arch_of((int(major), int(minor)))
 
 
 def _capability_attributes() -> tuple[object, object]:

@@ -204,6 +204,12 @@ def cuda_visibility() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def cuda_home() -> Path:
+    """Return the folder of the CUDA toolkit: CUDA_HOME, CUDA_PATH, or the usual place."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(named or "/usr/local/cuda")
+
+
 def named_revision() -> str:
     """Return the source revision that a build or a copy without git is told, or nothing."""
     return os.environ.get("PCIE_COMM_REVISION", "")

@@ -61,6 +61,9 @@ def hook(event, args):
 before, threads, environ = set(sys.modules), threading.active_count(), dict(os.environ)
 sys.addaudithook(hook)
 import pcie_comm
+if "__all__" in vars(pcie_comm):
+    for name in pcie_comm.__all__:  # what is loaded when it is first used, too
+        getattr(pcie_comm, name)
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 report = {
     "seen": list(seen),
@@ -124,6 +127,21 @@ def test_watcher_sees_what_it_watches_for(tmp_path):
 def test_import_works_without_cuda_python_dsl_and_driver():
     code = f"{BLOCKER}\nimport pcie_comm\nprint(sorted(pcie_comm.__all__))"
     assert "PcieDcpGroup" in run_python(code)
+
+
+def test_torch_is_loaded_when_it_is_first_needed():
+    code = "import sys, pcie_comm; print('torch' in sys.modules, pcie_comm.local_world.__name__)"
+    assert run_python(code).split() == ["False", "local_world"]
+
+
+def test_names_are_listed_before_they_are_loaded():
+    code = "import pcie_comm; print(set(pcie_comm.__all__) <= set(dir(pcie_comm)))"
+    assert run_python(code).strip() == "True"
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pcie_comm.nothing
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..archs import native_arch, runs_on
 from ..errors import CompileError
 from . import compile as compiler
 from .compile import CompiledKernel, fingerprint
@@ -22,7 +23,7 @@ PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 def candidates(folder: Path, key: KernelKey, capability: tuple[int, int]) -> list[str]:
     """Return the architectures in `folder` that run on the device, best first."""
     found = [path.name[len(f"{key}.") : -len(".json")] for path in folder.glob(f"{key}.sm_*.json")]
-    fitting = [arch for arch in found if compiler.runs_on(arch, capability)]
+    fitting = [arch for arch in found if runs_on(arch, capability)]
     return sorted(fitting, key=lambda arch: (int(re.sub(r"\D", "", arch)), arch), reverse=True)
 
 
@@ -97,7 +98,7 @@ class KernelStore:
         self, collective: Collective, key: KernelKey, capability: tuple[int, int]
     ) -> tuple[CompiledKernel, str]:
         """Return a kernel and where it came from."""
-        arch = compiler.native_arch(capability)
+        arch = native_arch(capability)
         version = compiler.dsl_version() or "none"
         folder = self.cache_dir / f"{version}-{fingerprint(collective)[:20]}"
         try:

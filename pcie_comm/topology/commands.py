@@ -192,15 +192,17 @@ def doctor(
     ] = None,
     redact: Redact = False,
 ) -> None:
-    """Judge a host by rules; exit code 1 if there are errors."""
+    """Judge this host and this installation, or another host; exit code 1 if there are errors."""
     with errors_as_one_line():
+        from ..installation import add_to
         from .advice import read_advice
         from .doctor import Case, examine, exit_code
         from .redact import redact as redacted
 
         given = None if advice is None else read_advice(advice)
         host = _load(source)
-        findings, unjudged = examine(Case(redacted(host) if redact else host, given))
+        judged = examine(Case(redacted(host) if redact else host, given))
+        findings, unjudged = add_to(judged, host) if source is None else judged
     if as_json:
         _show_json(findings, unjudged)
     else:
