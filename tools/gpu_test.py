@@ -58,7 +58,7 @@ ALONE = (
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
     Part(("tests/gpu/test_processes.py",)),
     Part(("tests/gpu/test_topology.py",)),
-    Part(("tests/gpu/test_examples.py",)),
+    Part(("tests/gpu/test_decode_example.py",)),
 )
 """What measures time, or needs the device to itself; one after another."""
 
