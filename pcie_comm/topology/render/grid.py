@@ -41,7 +41,7 @@ def tables(host: Host) -> Iterator[Table]:
     if host.patterns:
         yield patterns(host.patterns)
     if host.loads:
-        yield loads(host.loads)
+        yield links_under_load(host.loads)
 
 
 def checks(found: Sequence[Check]) -> Table:
@@ -123,7 +123,7 @@ def patterns(found: Sequence[Pattern]) -> Table:
     return Table("several transfers at once (GB/s)", columns, tuple(rows), tuple(notes))
 
 
-def loads(found: Sequence[LinkLoad]) -> Table:
+def links_under_load(found: Sequence[LinkLoad]) -> Table:
     """Return the links under load, a row for each GPU."""
     rows = []
     for one in found:
