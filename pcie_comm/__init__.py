@@ -33,8 +33,11 @@ from .kernels.registry import (
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .local import LocalWorld, local_world
 from .standalone import kimi_topk16
+from .torch_ops import define_all
 
 __version__ = "0.1.0"
+
+define_all()
 
 __all__ = [
     "KIMI_K3",

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import interop, tracing
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
 from .host_engine import HostEngine
@@ -23,6 +25,7 @@ from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .policy import explain
 from .tensors import (
+    ForeignError,
     alignment_of,
     check_inputs,
     check_outputs,
@@ -64,10 +67,10 @@ def _as_tuple(collective: Collective, out: Any) -> tuple[torch.Tensor, ...]:
     Raises:
         InvalidArgumentError: Neither a tensor nor a sequence.
     """
-    if isinstance(out, torch.Tensor):
-        return (out,)
     if isinstance(out, (tuple, list)):
         return tuple(out)
+    if isinstance(out, torch.Tensor) or hasattr(out, "__dlpack__"):
+        return (out,)
     raise InvalidArgumentError(
         f"out={type(out).__name__} is neither a tensor nor a tuple or list of them",
         op=collective.name,
@@ -83,11 +86,16 @@ def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
 class Collectives:
     """The collectives as methods of a group and of a channel.
 
+    Tensors may also be arrays of another library (CuPy, NumPy, anything with DLPack); results are
+    then of the caller's kind, and nothing is copied: see interop.py.
+
     Attributes:
+        handle: Names the channel that serves the calls, to operators of `torch.ops.pcie_comm`.
         _issue: `Channel.issue` of the channel that serves the calls. An attribute rather than a
             method: a call passes through as few frames as possible.
     """
 
+    handle: str
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
 
     def run(self, collective: Collective, *tensors: torch.Tensor, out: Any = None) -> Any:
@@ -110,6 +118,8 @@ class Collectives:
             BrokenError: The channel failed earlier; the first failure is its cause.
             ClosedError: The channel is closed.
         """
+        if is_dynamo_compiling():
+            return tracing.call_plugin(self, collective, tensors, out)
         check_collective(collective)
         return self._issue(collective, tensors, out)
 
@@ -135,6 +145,8 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
+        if is_dynamo_compiling():
+            return tracing.call(self, "all_gather_pair", (local_first, local_second), out)  # type: ignore[return-value]
         results: tuple[torch.Tensor, torch.Tensor] = self._issue(
             find("all_gather_pair"), (local_first, local_second), out
         )
@@ -155,6 +167,8 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
+        if is_dynamo_compiling():
+            return tracing.call(self, "all_gather_heads", (local_heads,), out)
         heads: torch.Tensor = self._issue(find("all_gather_heads"), (local_heads,), out)
         return heads
 
@@ -187,8 +201,11 @@ class Collectives:
             UnsupportedError: 896 does not divide by the world size.
             BrokenError: The channel failed earlier.
         """
+        tensors = (local_down, local_router, correction_bias)
+        if is_dynamo_compiling():
+            return tracing.call(self, "all_gather_pair_kimi_topk", tensors, out, spec.numerics)
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(
-            fused_collective(spec), (local_down, local_router, correction_bias), out
+            fused_collective(spec), tensors, out
         )
         return results
 
@@ -241,6 +258,7 @@ class Channel(Collectives):
         self._issuing = threading.Lock()
         self._issue = self.issue
         self._broken = engine.broken
+        self.handle = tracing.publish(name, self)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -253,14 +271,17 @@ class Channel(Collectives):
         """Check, plan and launch a call; what has been checked once is only looked up."""
         if self.closed or self._broken[0]:
             self._check_usable()
-        if out is None:
-            return self._run_allocating(collective, tensors)
-        targets = out if type(out) is tuple else _as_tuple(collective, out)
-        every = tensors + targets
-        key = (collective, *map(id, every))
-        call = self._bound.get(key)
-        if call is None or call.addresses != [*map(data_ptr, every)]:
-            call = self._bind(key, collective, tensors, targets)
+        try:
+            if out is None:
+                return self._run_allocating(collective, tensors)
+            targets = out if type(out) is tuple else _as_tuple(collective, out)
+            every = tensors + targets
+            key = (collective, *map(id, every))
+            call = self._bound.get(key)
+            if call is None or call.addresses != [*map(data_ptr, every)]:
+                call = self._bind(key, collective, tensors, targets)
+        except ForeignError:
+            return interop.issue(self, collective, tensors, out)
         if call.launch is not None:
             call.launch.enqueue()
         else:
@@ -280,6 +301,12 @@ class Channel(Collectives):
         else:
             self._run_on_host(call, tensors, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def result_dtypes(
+        self, collective: Collective, tensors: tuple[torch.Tensor, ...]
+    ) -> list[torch.dtype]:
+        """Check a call that allocates its outputs, and return their dtypes."""
+        return [dtype for _, dtype in self._planned_call(collective, tensors, 16).outputs]
 
     def _run_on_host(
         self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

@@ -159,7 +159,8 @@ class PcieDcpGroup(Collectives):
             self.device = self._terms.device
             self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
             self._closed = False
-            self._issue = self._open_channel("default").issue
+            default = self._open_channel("default")
+            self._issue, self.handle = default.issue, default.handle
         except BaseException as error:
             self._closed = True
             self._watch.abort(f"{type(error).__name__}: {error}")
