@@ -145,10 +145,11 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        if is_dynamo_compiling():
-            return tracing.call(self, "all_gather_pair", (local_first, local_second), out)  # type: ignore[return-value]
-        results: tuple[torch.Tensor, torch.Tensor] = self._issue(
-            find("all_gather_pair"), (local_first, local_second), out
+        tensors = (local_first, local_second)
+        results: tuple[torch.Tensor, torch.Tensor] = (
+            tracing.call(self, "all_gather_pair", tensors, out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_pair"), tensors, out)
         )
         return results
 
@@ -167,9 +168,11 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        if is_dynamo_compiling():
-            return tracing.call(self, "all_gather_heads", (local_heads,), out)
-        heads: torch.Tensor = self._issue(find("all_gather_heads"), (local_heads,), out)
+        heads: torch.Tensor = (
+            tracing.call(self, "all_gather_heads", (local_heads,), out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_heads"), (local_heads,), out)
+        )
         return heads
 
     def all_gather_pair_kimi_topk(
@@ -202,10 +205,10 @@ class Collectives:
             BrokenError: The channel failed earlier.
         """
         tensors = (local_down, local_router, correction_bias)
-        if is_dynamo_compiling():
-            return tracing.call(self, "all_gather_pair_kimi_topk", tensors, out, spec.numerics)
-        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(
-            fused_collective(spec), tensors, out
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            tracing.call(self, "all_gather_pair_kimi_topk", tensors, out, spec.numerics)
+            if is_dynamo_compiling()
+            else self._issue(fused_collective(spec), tensors, out)
         )
         return results
 

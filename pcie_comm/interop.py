@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .errors import InvalidArgumentError, UnsupportedError
 
@@ -66,7 +67,7 @@ def _seen(array: Any, what: str, op: str) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     try:
-        return torch.from_dlpack(array)
+        return from_dlpack(array)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"{what} is a {type(array).__name__} that torch cannot see as a tensor ({error}); "

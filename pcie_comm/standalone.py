@@ -105,7 +105,8 @@ def kimi_topk16(
         results = torch.ops.pcie_comm.kimi_topk16(
             router_logits, correction_bias, numerics=spec.numerics
         )
-        return tracing.give("kimi_topk16", results, out)  # type: ignore[no-any-return]
+        weights, ids = tracing.give("kimi_topk16", results, out)
+        return weights, ids
     lane = lane_for(router_logits)
     weights, ids = lane.issue(router(spec), (router_logits, correction_bias), out)
     return weights, ids

@@ -112,7 +112,7 @@ def define(collective: Collective) -> None:
     if defined == schema:
         return  # they ask the registry at each call
     _libraries.pop(collective.name, None)
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries[collective.name] = schema, library
     parts = (
         (collective.name, operator.schema()[0], operator.run, operator.fake),

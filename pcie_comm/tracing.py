@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .errors import ClosedError, InvalidArgumentError, UnsupportedError
+from .errors import ClosedError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from .channel import Channel, Collectives
@@ -72,22 +72,23 @@ def call(
 
 
 def give(op: str, results: Any, out: Any) -> Any:
-    """Return results, or copy them to `out` and return that."""
+    """Return results, or copy them to `out` and return that.
+
+    Raises:
+        ValueError: `out` does not fit. The compiler reports it; it cannot trace this library's
+            own errors, which take more than a text.
+    """
     if out is None:
         return results
     single = isinstance(results, torch.Tensor)
     values: Sequence[torch.Tensor] = (results,) if single else results
     targets = (out,) if isinstance(out, torch.Tensor) else out
     if len(targets) != len(values):
-        raise InvalidArgumentError(f"out= needs {len(values)} tensors, got {len(targets)}", op=op)
+        raise ValueError(f"{op}: out= needs {len(values)} tensors, got {len(targets)}")
     for index, value in enumerate(values):
         target = targets[index]
         if target.shape != value.shape or target.dtype != value.dtype:
-            raise InvalidArgumentError(
-                f"out[{index}] has shape={tuple(target.shape)}, dtype={target.dtype}, expected "
-                f"shape={tuple(value.shape)}, dtype={value.dtype}",
-                op=op,
-            )
+            raise ValueError(f"{op}: out[{index}] has another shape or dtype than the result")
         target.copy_(value)
     return out
 
@@ -96,13 +97,11 @@ def call_plugin(lane: Collectives, plugin: Collective, tensors: tuple[Any, ...],
     """Put a call of a plugin into the graph.
 
     Raises:
-        UnsupportedError: The plugin is not registered, so it has no operator.
+        ValueError: The plugin is not registered, so it has no operator; see `give`.
     """
     if not plugin.registered:
-        raise UnsupportedError(
-            f"plugin {plugin.name!r} is not registered, and torch.compile needs its operator; "
-            "call pcie_comm.register with this instance first",
-            reason="plugin without an operator",
-            op=plugin.name,
+        raise ValueError(
+            f"plugin {plugin.name} is not registered, and torch.compile needs its operator: "
+            "call pcie_comm.register with this instance first"
         )
     return call(lane, plugin.name, tensors, out)
