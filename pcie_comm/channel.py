@@ -18,12 +18,12 @@ from torch.compiler import is_dynamo_compiling
 from . import interop, tracing
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
-from .host_engine import HostEngine
 from .kernels.launch import LoadedKernel
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .policy import explain
+from .reference_engine import ReferenceEngine
 from .tensors import (
     ForeignError,
     alignment_of,
@@ -249,7 +249,7 @@ class Channel(Collectives):
     """
 
     def __init__(
-        self, name: str, info: PlanInfo, device: torch.device, engine: CudaEngine | HostEngine
+        self, name: str, info: PlanInfo, device: torch.device, engine: CudaEngine | ReferenceEngine
     ) -> None:
         self.name = name
         self.info = info
@@ -314,7 +314,7 @@ class Channel(Collectives):
     def _run_on_host(
         self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        if call.plan.grid and isinstance(self.engine, HostEngine):
+        if call.plan.grid and isinstance(self.engine, ReferenceEngine):
             self.engine.execute(call.collective, call.plan, tensors, outputs)
 
     def _planned_call(
@@ -340,7 +340,7 @@ class Channel(Collectives):
         info = replace(self.info, output_alignment=alignment)
         plan = make_plan(collective, info, [meta_of(tensor) for tensor in tensors])
         staged = plan.staged_nbytes
-        if isinstance(self.engine, HostEngine):
+        if isinstance(self.engine, ReferenceEngine):
             staged = max(staged, self.engine.payload_nbytes(plan, tensors))
         check_plan(collective, plan, info, staged)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
@@ -382,8 +382,8 @@ class Channel(Collectives):
 
     def protocols(self) -> list[str]:
         """Return the protocols of the calls so far; before the first, what was asked for."""
-        if isinstance(self.engine, HostEngine):
-            return ["push" if self.engine.push else "pull"]
+        if isinstance(self.engine, ReferenceEngine):
+            return [self.engine.protocol]
         used = {name for call in self._planned.values() for name in call.plan.kernel.variant}
         return sorted(KNOWN_PROTOCOLS & used) or [self.info.protocol]
 
@@ -400,8 +400,8 @@ class Channel(Collectives):
         return {op: list(reasons) for op, reasons in found.items()}
 
     def _reason(self, plan: Plan, source: str) -> str:
-        if isinstance(self.engine, HostEngine):
-            return f"{self.protocols()[0]}: on a CPU, push unless pull is asked for"
+        if isinstance(self.engine, ReferenceEngine):
+            return f"{self.engine.protocol}: {self.engine.why}"
         info = self.info
         protocol = next((name for name in plan.kernel.variant if name in KNOWN_PROTOCOLS), None)
         if protocol is None:
