@@ -18,6 +18,8 @@ from .channel import Channel, Collectives
 from .closing import Estate
 from .config import Config
 from .cuda_engine import CudaEngine
+from .dist_engine import DistEngine
+from .dist_opening import Opening, board_of, facts_of, open_engine
 from .errors import (
     BrokenError,
     ClosedError,
@@ -35,6 +37,8 @@ from .transport import load
 from .transport.base import PeerMap, Transport, TransportInfo
 from .watch.cause import Cause
 from .watch.watch import Watch, open_watch
+
+Engine = CudaEngine | HostEngine | DistEngine
 
 _groups: WeakSet[PcieDcpGroup] = WeakSet()
 
@@ -153,9 +157,12 @@ class PcieDcpGroup(Collectives):
     def _settle(self, device: str | torch.device | None, transport: str) -> None:
         """Agree on everything and open the first channel; tell the peers at once if that fails."""
         try:
+            watch = self._watch
             self._terms = meet(
-                self._bootstrap, self._watch.one_process, device, transport, self.config
+                self._bootstrap, watch.one_process, watch.span, device, transport, self.config
             )
+            if watch.span.count > 1:
+                watch.see_far(board_of(self._bootstrap, watch.group))
             self.device = self._terms.device
             self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
             self._closed = False
@@ -173,7 +180,7 @@ class PcieDcpGroup(Collectives):
         index = self.device.index if self.device.type == "cuda" else None
         transport = load(self._terms.transport)(TransportInfo(self.rank, self.world_size, index))
         timeout_s = self.config.setup_timeout_s
-        engines: list[CudaEngine | HostEngine] = []
+        engines: list[Engine] = []
 
         def allocate() -> bytes:
             named = json.dumps({"channel": name, "group": self._watch.group})
@@ -181,7 +188,7 @@ class PcieDcpGroup(Collectives):
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
-            engines.append(self._engine(layout, peers))
+            engines.append(self._engine(name, layout, peers))
             return b""
 
         try:
@@ -210,11 +217,14 @@ class PcieDcpGroup(Collectives):
             channel.engine.abort(self._watch.cause)
         return channel
 
-    def _engine(self, layout: SlabLayout, peers: PeerMap) -> CudaEngine | HostEngine:
+    def _engine(self, name: str, layout: SlabLayout, peers: PeerMap) -> Engine:
         """Return what runs the calls of a channel."""
         config = self.config
-        engine: CudaEngine | HostEngine
-        if self.device.type == "cpu":
+        engine: Engine
+        if self._terms.transport == "torch_dist":
+            made = (self._bootstrap, self._terms, config, self._watch.group, name)
+            engine = open_engine(Opening(*made, layout.segment_nbytes, type(self).from_bootstrap))
+        elif self.device.type == "cpu":
             engine = HostEngine(self.rank, layout, peers, config.protocol, config.timeout_s)
         else:
             sharers = self._terms.sharers
@@ -321,6 +331,7 @@ class PcieDcpGroup(Collectives):
             "device": str(self.device),
             "transport": terms.transport,
             "transport_reason": terms.transport_reason,
+            "hosts": [list(ranks) for ranks in self._watch.span.members],
             "max_blocks": terms.max_blocks,
             "crossovers": {"source": terms.crossovers.source, **terms.crossovers.contract()},
             "config": {**self.config.contract(), "kernels_dir": str(self.config.kernels_dir)},
@@ -334,6 +345,7 @@ class PcieDcpGroup(Collectives):
                 "calls": channel.choices(terms.crossovers.source),
                 "segment_nbytes": channel.info.segment_nbytes,
                 **self._transports[name].describe(),
+                **facts_of(channel.engine),
             }
         return facts
 

@@ -1,4 +1,4 @@
-"""Calls whose results are the plugin's reference in plain torch, whatever brings the bytes together.
+"""Calls whose results are the plugin's reference in plain torch, however the bytes come together.
 
 An engine derives from this one and says in `_exchange` how every rank's inputs get to this rank:
 through slabs (host_engine.py), or through torch.distributed (dist_engine.py).
@@ -43,7 +43,7 @@ class ReferenceEngine(ABC):
         self.broken = [0]  # not 0 once the channel is: read before every call
         self._in_use = threading.Lock()
 
-    def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
+    def prepare(self, collective: Collective, protocols: Collection[str]) -> None:  # noqa: B027
         """Nothing to load: the reference is the kernel."""
 
     def failed(self) -> bool:
