@@ -78,12 +78,9 @@ class Blame:
             time.sleep(_LOOK_S)
         if engine.cause is not None:
             return engine.cause.error(**facts)
-        if isinstance(note, list) and len(note) == 2:
-            return PeerAbortedError(
-                f"rank {note[0]} gave up: {note[1]}; close the group, and build a new one",
-                peer=note[0],
-                **facts,
-            )
+        gave_up = self._gave_up(plan)
+        if gave_up is not None:
+            return gave_up
         peers = self._peers(rail)
         reason = str(error).partition("\n")[0]
         return PeerDiedError(
@@ -93,13 +90,30 @@ class Blame:
             **facts,
         )
 
+    def _gave_up(self, plan: Plan) -> PeerAbortedError | None:
+        """Return the error for a peer that says on the board why it gave up, or None."""
+        route = self._engine.route
+        note = route.board.first(f"failed/{route.lane}")
+        if not isinstance(note, list) or len(note) != 2 or note[0] == self._engine.rank:
+            return None
+        return PeerAbortedError(
+            f"rank {note[0]} gave up: {note[1]}; close the group, and build a new one",
+            peer=note[0],
+            **self._facts(plan),
+        )
+
     def translated(self, plan: Plan, error: CommError) -> CommError:
         """Return an error of the group inside the host, in ranks of the whole group."""
         engine = self._engine
+        if isinstance(error, BrokenError) and isinstance(error.__cause__, CommError):
+            error = error.__cause__  # it was aborted before this call
         until = time.monotonic() + HINDSIGHT_S
-        while isinstance(error, (PeerError, BrokenError)) and time.monotonic() < until:
+        while isinstance(error, PeerError) and time.monotonic() < until:
             if engine.cause is not None:
                 return engine.cause.error(**self._facts(plan))
+            gave_up = self._gave_up(plan)
+            if gave_up is not None and isinstance(error, PeerAbortedError):
+                return gave_up
             time.sleep(_LOOK_S)
         members = engine.members
         found = copy.copy(error)

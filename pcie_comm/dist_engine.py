@@ -4,8 +4,9 @@ A call's exchanged inputs become one row of bytes with a header. Rails carry it 
 (span.py says which), then the ranks of a host share what came, through a group of their own with
 slabs. On one host every rank counts as a host: there is one rail, and nothing to share.
 
-Every header must name the same call, in the rails before payload is used, and again once all rows
-are there. So no rank computes with bytes of another call. The result is the plugin's reference.
+Every header must name the same call, in the rails before anything else is sent, and again once all
+rows are there. So no rank computes with bytes of another call. The result is the plugin's
+reference.
 
 Calls are synchronous, on a GPU too, and cannot be captured.
 """
@@ -194,36 +195,35 @@ class DistEngine(ReferenceEngine):
     def _across(self, plan: Plan, own: torch.Tensor) -> torch.Tensor:
         """Return what the rails brought: [rails of each rank here, hosts, bytes].
 
-        All rails are under way at once where the backend allows it.
+        All rails are under way at once. What a frame has no room for follows when the frames have
+        shown that everybody sends as much: backends may end the process over unequal lengths.
         """
         route, nbytes = self.route, len(own)
-        filler: torch.Tensor | None = None
-        heads, flights, rows = {}, {}, {}
         deadline = time.monotonic() + self.timeout_s
+        local = route.span.local(self.rank)
+        own[:HEADER_NBYTES] = self._header(plan, self.rank, nbytes).to(self.device)
+        filler = torch.zeros_like(own) if len(route.rails) > 1 else own
+        filler[:HEADER_NBYTES] = self._header(
+            plan, self.rank if filler is own else None, nbytes
+        ).to(self.device)
+        rows = {number: own if number == local else filler for number in route.rails}
+        frames, rests, brought = {}, {}, []
+        try:
+            for number, rail in route.rails.items():
+                frames[number] = rail.send_frame(rows[number], self.timeout_s)
+        except RuntimeError as error:
+            raise self._blame.broke(plan, number, error) from error
         for number, rail in route.rails.items():
-            first = number == route.span.local(self.rank)
-            header = self._header(plan, self.rank if first else None, nbytes)
-            if first:
-                own[:HEADER_NBYTES] = header.to(self.device)
-                row = own
-            else:
-                filler = torch.zeros_like(own) if filler is None else filler
-                row = filler
-            try:
-                heads[number] = rail.send_header(header, self.timeout_s)
-                if rail.together:
-                    flights[number] = rail.send_payload(row, self.timeout_s)
-            except RuntimeError as error:
-                raise self._blame.broke(plan, number, error) from error
-            rows[number] = row
-        brought = []
-        for number, rail in route.rails.items():
-            headers = self._land(plan, heads[number], deadline, number)
-            for host, header in enumerate(headers):
-                self._check_header(plan, header, route.span.keeper(host, number), nbytes)
-            if number not in flights:
-                flights[number] = rail.send_payload(rows[number], self.timeout_s)
-            brought.append(torch.stack(self._land(plan, flights[number], deadline, number)))
+            came = self._land(plan, frames[number], deadline, number)
+            for host, frame in enumerate(came):
+                peer = route.span.keeper(host, number)
+                self._check_header(plan, frame[:HEADER_NBYTES], peer, nbytes)
+            brought.append(torch.stack(came)[:, :nbytes].to(self.device))
+            if nbytes > rail.frame_nbytes:
+                rests[number] = rail.send_rest(rows[number], self.timeout_s)
+        for index, (number, rest) in enumerate(rests.items()):
+            came = self._land(plan, rest, deadline, number)
+            brought[index] = torch.cat([brought[index], torch.stack(came)], dim=1)
         missing = route.span.most_served(self._host) - len(brought)
         brought.extend(torch.zeros_like(brought[0]) for _ in range(missing))
         return torch.stack(brought)

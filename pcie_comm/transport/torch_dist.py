@@ -28,6 +28,10 @@ NAME = "torch_dist"
 
 HEADER_NBYTES = 16
 
+FRAME_NBYTES = 4096
+"""Length of a frame under gloo: a header, and what one rank sends of a token of Kimi K3 from two
+ranks on."""
+
 SPARE_S = 1.0
 """Torch's own limit of an exchange is later than ours: ours says more."""
 
@@ -117,9 +121,11 @@ def _create(name: str, store: Store, rank: int, size: int, limit: timedelta) -> 
 class Rail:
     """Gathers bytes among the ranks of a rail. Not for two threads at once.
 
-    Headers go by gloo, always: its waits end, and nothing is left running on a device. Payload goes
-    along with them if gloo carries it. Another backend carries it only after the headers have
-    shown that all ranks are there, with the same call: NCCL waits for the others on the device.
+    A row of bytes goes in two parts. Its first `frame_nbytes`, the frame, go by gloo, and every
+    frame of a rail has the same length: gloo ends the process of who gets more than it expects.
+    The rest follows once the frames, which start with a header, have shown that all members are
+    there and send as much: NCCL waits for the others on the device, and knows no lengths.
+    Under gloo a frame holds what a decode step sends, so most rows go in one gather.
 
     Args:
         backend: Carries the payload.
@@ -146,6 +152,7 @@ class Rail:
         prefixed = c10d.PrefixStore
         self.size = size
         self.device = device
+        self.frame_nbytes = FRAME_NBYTES if backend == "gloo" else HEADER_NBYTES
         self._staged = backend == "gloo" and device.type != "cpu"
         self._control = _create("gloo", prefixed("control", store), rank, size, limit)
         self._data = self._control
@@ -153,18 +160,16 @@ class Rail:
         if backend != "gloo":
             self._data = _create(backend, prefixed("data", store), rank, size, limit)
 
-    @property
-    def together(self) -> bool:
-        """Whether header and payload may be under way at once."""
-        return self._data is self._control
+    def send_frame(self, row: torch.Tensor, limit_s: float) -> Flight:
+        """Start gathering the frames of dense uint8 rows; results are on the CPU."""
+        frame = torch.zeros(self.frame_nbytes, dtype=torch.uint8)
+        frame[: len(row)] = row[: self.frame_nbytes]
+        return self._start(self._control, frame, limit_s, torch.device("cpu"))
 
-    def send_header(self, header: torch.Tensor, limit_s: float) -> Flight:
-        """Start gathering headers: a uint8 tensor of HEADER_NBYTES on the CPU."""
-        return self._start(self._control, header, limit_s, torch.device("cpu"))
-
-    def send_payload(self, payload: torch.Tensor, limit_s: float) -> Flight:
-        """Start gathering payload: a dense uint8 tensor on the rail's device."""
-        carried = payload.cpu() if self._staged else payload
+    def send_rest(self, row: torch.Tensor, limit_s: float) -> Flight:
+        """Start gathering what follows the frame; results are on the rail's device."""
+        rest = row[self.frame_nbytes :]
+        carried = rest.cpu() if self._staged else rest.contiguous()
         return self._start(self._data, carried, limit_s, self.device)
 
     def warm_up(self, limit_s: float) -> None:
@@ -174,9 +179,9 @@ class Rail:
             RuntimeError: That took longer than `limit_s`, or failed.
         """
         until = time.monotonic() + limit_s
-        empty = torch.zeros(HEADER_NBYTES, dtype=torch.uint8)
-        for send, tensor in ((self.send_header, empty), (self.send_payload, empty.to(self.device))):
-            flight = send(tensor, limit_s)
+        row = torch.zeros(2 * self.frame_nbytes, dtype=torch.uint8, device=self.device)
+        for send in (self.send_frame, self.send_rest):
+            flight = send(row, limit_s)
             while not flight.landed():
                 if time.monotonic() > until:
                     raise RuntimeError(f"no connection within {limit_s} s")
