@@ -82,7 +82,7 @@ class Blame:
         if gave_up is not None:
             return gave_up
         peers = self._peers(rail)
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         return PeerDiedError(
             f"the connection to {'a peer' if peers[1:] else f'rank {peers[0]}'} broke ({reason}); "
             "look for its errors",

@@ -35,6 +35,7 @@ PARTS = (
     ("tests/gpu/test_processes.py", "tests/gpu/test_sanitizer.py"),
     ("tests/transport",),
     ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
+    ("tests/gpu/test_interop.py", "tests/gpu/test_torch_dist.py"),
     ("tests/gpu/test_exact.py",),
 )
 """Test files that run in one process; `check_parts` sees to it that none is left out."""

@@ -24,6 +24,8 @@ from pcie_comm import CommError, Config, PcieDcpGroup, local_world  # noqa: E402
 
 CONFIG = Config(timeout_s=5.0, setup_timeout_s=30.0, slot_nbytes=1 << 20)
 WARM_UP = 20
+PATIENCE_S = 20.0
+"""How long a rank that was stopped is left so."""
 
 
 def inputs(group: PcieDcpGroup, rows: int) -> dict[str, Callable[[], Any]]:
@@ -45,7 +47,6 @@ def inputs(group: PcieDcpGroup, rows: int) -> dict[str, Callable[[], Any]]:
 
 def measured(group: PcieDcpGroup, way: str, calls: int) -> list[dict[str, Any]]:
     """Return microseconds per call of each collective: the whole, and where they went."""
-    channel: dict[str, Any] = {}
     found = []
     for rows in (1, 8):
         for op, call in inputs(group, rows).items():
@@ -57,9 +58,9 @@ def measured(group: PcieDcpGroup, way: str, calls: int) -> list[dict[str, Any]]:
                 started = time.perf_counter_ns()
                 call()
                 samples.append((time.perf_counter_ns() - started) / 1000)
-            channel = times_of(group)
+            after = times_of(group)
             split = {
-                f"{part}_us": (channel[f"{part}_ns"] - before[f"{part}_ns"]) / calls / 1000
+                f"{part}_us": (after[f"{part}_ns"] - before[f"{part}_ns"]) / calls / 1000
                 for part in ("across", "inside")
             }
             facts = {"way": way, "op": op, "rows": rows, "us": statistics.mean(samples)}
@@ -150,8 +151,7 @@ def main() -> int:
     for process in processes.values():
         process.start()
     for rank, process in processes.items():
-        if not (options.fault and rank == options.victim):
-            process.join()
+        process.join(PATIENCE_S if options.fault and rank == options.victim else None)
     for process in processes.values():
         process.kill()
     return 0
