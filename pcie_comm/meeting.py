@@ -101,24 +101,30 @@ def meet(
     compare([json.dumps(fact.contract).encode() for fact in facts], "the group's settings")
     about = (one_process, span.count, bootstrap.rank)
     name, reason = _transport_for(transport, facts, about, own[0])
-    sharers = Counter(fact.device for fact in facts)
-    max_blocks = resident_budget(
-        [fact.multiprocessors or MAX_BLOCKS * bootstrap.world_size for fact in facts],
-        [sharers[fact.device] for fact in facts],
-        config.overlap,
-        config.max_blocks,
-    )
+    sharers, max_blocks = _places(facts, config)
     return Terms(
         device=own[0][0],
         transport=name,
         transport_reason=reason,
-        sharers=max(sharers.values()),
+        sharers=sharers,
         max_blocks=max_blocks,
         crossovers=own[0][1],
         span=span.apart() if one_host or transport == "torch_dist" else span,
         inner=transport,
         backend=choose_backend([f.backends for f in facts], _named(facts)),
     )
+
+
+def _places(facts: Sequence[RankFacts], config: Config) -> tuple[int, int]:
+    """Return the most ranks on one device, and the largest grid of a launch."""
+    sharers = Counter(fact.device for fact in facts)
+    max_blocks = resident_budget(
+        [fact.multiprocessors or MAX_BLOCKS * len(facts) for fact in facts],
+        [sharers[fact.device] for fact in facts],
+        config.overlap,
+        config.max_blocks,
+    )
+    return max(sharers.values()), max_blocks
 
 
 def _named(facts: Sequence[RankFacts]) -> list[str]:

@@ -89,13 +89,22 @@ class FarSight:
             self._board.leave_first("cause", [self._board.rank, *facts])
             self._stop.set()
             return
-        note = self._board.first("cause")
-        if isinstance(note, list) and len(note) == 5:
-            teller, peer, kind, reason, exit_code = note
-            if kind == Kind.DIED:
-                reason = reason or f"as rank {teller} saw"
-            self._watch.learn(Cause(peer, Kind(kind), reason, exit_code))
+        cause = self._read(self._board.first("cause"))
+        if cause is not None:
+            self._watch.learn(cause)
             self._stop.set()
+
+    def _read(self, note: Any) -> Cause | None:
+        """Return the cause that another rank noted; None if it is none."""
+        kinds = [type(value) for value in note] if isinstance(note, list) else []
+        if kinds[:4] != [int, int, int, str] or len(kinds) != 5:
+            return None
+        teller, peer, kind, reason, exit_code = note
+        known = 0 <= peer < len(self._watch.span.hosts) and kind in list(Kind)
+        if not known or not isinstance(exit_code, int | None):
+            return None
+        reason = reason or f"as rank {teller} saw"
+        return Cause(peer, Kind(kind), reason, exit_code)
 
     def stop(self) -> None:
         """Tell what is known, and look no longer. Idempotent."""
