@@ -1,4 +1,4 @@
-"""PcieDcpGroup: the ranks of one host as one object. Lifecycle here, calls in channel.py."""
+"""PcieDcpGroup: the ranks of a group as one object. Lifecycle here, calls in channel.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _check_name(name: object) -> None:
 
 
 class PcieDcpGroup(Collectives):
-    """A communicator of 1 to 16 ranks on one host.
+    """A communicator of 1 to 16 ranks, on one host or over several (docs/hosts.md).
 
     Collective: every rank constructs it, in the same order relative to other groups. If one rank
     fails, all raise with its reason and nothing stays mapped.
@@ -77,7 +77,8 @@ class PcieDcpGroup(Collectives):
         device: `cuda:N`, a torch.device, or `cpu`; the current GPU if None, else the CPU.
         process_group: A torch process group of exactly these ranks; None: torch.distributed's
             default group, or the environment of torchrun.
-        transport: `auto`, or a name from `pcie_comm.transport`.
+        transport: `auto`, or a name from `pcie_comm.transport`; over several hosts, what runs
+            inside each, or `torch_dist` for nothing but torch.distributed.
         config: Settings; None: the defaults and the PCIE_COMM_* variables.
 
     Raises:
