@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from . import tracing
 from .channel import Channel, fused_collective
-from .errors import UnsupportedError
 from .kernels import registry
 from .kernels.registry import Collective, TensorMeta
 from .kernels.router_spec import KIMI_K3, RouterSpec
@@ -128,8 +128,7 @@ def define(collective: Collective) -> None:
 def _keep_in_order(operator: Any) -> None:
     """Tell torch's compiler that an operator has an effect. There is no public name for that yet.
 
-    Raises:
-        UnsupportedError: This torch calls it otherwise.
+    Where torch calls it otherwise, calls are not traced at all: eager ones must still work.
     """
     try:
         from torch._higher_order_ops import effects
@@ -137,10 +136,8 @@ def _keep_in_order(operator: Any) -> None:
         register = effects._register_effectful_op
         kind: Any = getattr(effects, "_EffectType", None) or effects.EffectType  # type: ignore[attr-defined]
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"torch {torch.__version__} cannot be told that collectives keep their order ({error})",
-            reason="torch has no effects",
-        ) from error
+        tracing.unordered = f"torch {torch.__version__} does not keep their order ({error})"
+        return
     register(operator, kind.ORDERED)
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .channel import Channel, Collectives
     from .kernels.registry import Collective
 
+unordered = ""
+"""Why calls cannot be traced; empty where they can."""
+
 _channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
 _published = 0
 
@@ -62,7 +65,12 @@ def call(
     With `out` the operator's results are copied there. The operator that writes to `out` itself
     would save the copy, but the compiler may move it past other calls of the channel: only
     operators without mutation keep their order (torch_ops.py).
+
+    Raises:
+        ValueError: Not on this version of torch; see `give`.
     """
+    if unordered:
+        raise ValueError(f"{op} cannot be compiled: {unordered}; call it outside, eagerly")
     operator = getattr(torch.ops.pcie_comm, op)
     if numerics is None:
         results = operator(lane.handle, *tensors)

@@ -20,6 +20,8 @@ from pcie_comm import (
     kimi_topk16,
     local_world,
     register,
+    torch_ops,
+    tracing,
 )
 from pcie_comm.kernels import registry
 
@@ -178,6 +180,20 @@ def test_the_order_is_not_kept_without_the_effect(group, monkeypatch):
 
     torch.compile(calls, fullgraph=True, backend="aot_eager")(torch.ones(2))
     assert seen == [2]
+
+
+def test_without_effects_nothing_is_compiled(group, monkeypatch):
+    """A torch that calls them otherwise: refused, and eager calls work."""
+    from torch._higher_order_ops import effects
+
+    monkeypatch.setattr(tracing, "unordered", "")
+    monkeypatch.delattr(effects, "_register_effectful_op")
+    torch_ops._keep_in_order(OPS.all_gather_heads.default)
+    assert "does not keep their order" in tracing.unordered
+    heads = torch.ones(1, 1, 4).half()
+    with pytest.raises(Exception, match="cannot be compiled"):
+        torch.compile(group.all_gather_heads, fullgraph=True, backend="aot_eager")(heads)
+    assert torch.equal(group.all_gather_heads(heads), heads)
 
 
 def test_two_ranks_run_one_compiled_function():
