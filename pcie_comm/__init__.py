@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+
 __all__ = [
     "KIMI_K3",
     "BrokenError",
@@ -96,6 +97,7 @@ def __getattr__(name: str) -> object:
     for module, names in _HOMES.items():
         if name in names:
             value: object = getattr(import_module(f".{module}", __name__), name)
+            import_module(".torch_ops", __name__).define_all()
             globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,11 +25,13 @@ from .errors import (
     PeerAbortedError,
     PeerError,
     PeerTimeoutError,
+    UnsupportedError,
 )
 from .rank_order import group_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Bootstrap", "ThreadBootstrap", "agree", "compare", "open_bootstrap"]
 
@@ -110,6 +112,27 @@ class Bootstrap(ABC):
     def _exchange(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """Do one exchange, or raise a CommError."""
 
+    def shared_store(self) -> Store:
+        """Return a torch store that all ranks reach while this end is open.
+
+        For what outlasts an exchange: rails of torch_dist, and notes between hosts. Whoever writes
+        there takes a prefix that no other group has.
+
+        Raises:
+            UnsupportedError: This kind of rendezvous has none.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no store, which torch_dist and groups over several hosts "
+            "need; override shared_store",
+            reason="the rendezvous has no store",
+            rank=self.rank,
+        )
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The caller's process group, if the ranks meet through one."""
+        return None
+
     def abort(self, reason: str) -> None:
         """Tell waiting peers, where this kind can, that this rank comes to no further exchange.
 
@@ -155,6 +178,7 @@ class _Meeting:
         self.global_ranks = tuple(global_ranks)
         self.rounds: dict[int, dict[int, bytes]] = {}
         self.readers: dict[int, int] = {}
+        self.store: Store | None = None
         self.aborted: tuple[int, str] | None = None
 
 
@@ -194,6 +218,14 @@ class ThreadBootstrap(Bootstrap):
             if meeting.readers[number] == self.world_size:
                 del meeting.rounds[number], meeting.readers[number]
             return [here[peer] for peer in range(self.world_size)]
+
+    def shared_store(self) -> Store:
+        with self._meeting.changed:
+            if self._meeting.store is None:
+                from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+                self._meeting.store = HashStore()
+            return self._meeting.store
 
     def abort(self, reason: str) -> None:
         super().abort(reason)

@@ -49,6 +49,9 @@ class StoreBootstrap(Bootstrap):
     another or after a failed attempt, never read each other's keys. A rank deletes its payload of
     one exchange when it has completed the next; who closes last deletes the rest.
 
+    Attributes:
+        hosts_store: Whether the store ends with this process.
+
     Args:
         store: A store that all ranks reach.
         order: Global ranks in group-rank order.
@@ -65,7 +68,7 @@ class StoreBootstrap(Bootstrap):
     ) -> None:
         super().__init__(order.index(global_rank), order)
         self._global_rank = global_rank
-        self._hosts_store = global_rank == 0 and not dist.is_torchelastic_launched()
+        self.hosts_store = global_rank == 0 and not dist.is_torchelastic_launched()
         self._round = 0
         members = "-".join(map(str, sorted(order)))
         try:
@@ -125,6 +128,10 @@ class StoreBootstrap(Bootstrap):
             self._raise_store_error(error)
         return payloads
 
+    def shared_store(self) -> Store:
+        assert self._session is not None  # nobody asks after close
+        return self._session
+
     def abort(self, reason: str) -> None:
         super().abort(reason)
         if self._session is not None:
@@ -146,7 +153,7 @@ class StoreBootstrap(Bootstrap):
         with suppress(RuntimeError):  # the store is gone: nothing to tidy up
             if store.add("closed", 1) == self.world_size:
                 self._delete_session(store)
-            pause = Pause(_LINGER_S if self._hosts_store else 0.0)
+            pause = Pause(_LINGER_S if self.hosts_store else 0.0)
             while pause.remaining_s() > 0 and store.check(["closed"]):
                 pause.sleep()
 

@@ -90,6 +90,14 @@ class ProcessGroupBootstrap(Bootstrap):
             ) from error
         return [gathered[position].cpu() for position in self._positions]
 
+    def shared_store(self) -> Store:
+        assert self._process_group is not None  # nobody asks after close
+        return c10d._get_process_group_store(self._process_group)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        return self._process_group
+
     def close(self) -> None:
         """Let go of the group, which stays the caller's."""
         super().close()

@@ -13,16 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import interop, tracing
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
-from .host_engine import HostEngine
 from .kernels.launch import LoadedKernel
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .policy import explain
+from .reference_engine import ReferenceEngine
 from .tensors import (
+    ForeignError,
     alignment_of,
     check_inputs,
     check_outputs,
@@ -64,10 +67,10 @@ def _as_tuple(collective: Collective, out: Any) -> tuple[torch.Tensor, ...]:
     Raises:
         InvalidArgumentError: Neither a tensor nor a sequence.
     """
-    if isinstance(out, torch.Tensor):
-        return (out,)
     if isinstance(out, (tuple, list)):
         return tuple(out)
+    if isinstance(out, torch.Tensor) or hasattr(out, "__dlpack__"):
+        return (out,)
     raise InvalidArgumentError(
         f"out={type(out).__name__} is neither a tensor nor a tuple or list of them",
         op=collective.name,
@@ -83,11 +86,16 @@ def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
 class Collectives:
     """The collectives as methods of a group and of a channel.
 
+    Tensors may also be arrays of another library (CuPy, NumPy, anything with DLPack); results are
+    then of the caller's kind, and nothing is copied: see interop.py.
+
     Attributes:
+        handle: Names the channel that serves the calls, to operators of `torch.ops.pcie_comm`.
         _issue: `Channel.issue` of the channel that serves the calls. An attribute rather than a
             method: a call passes through as few frames as possible.
     """
 
+    handle: str
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
 
     def run(self, collective: Collective, *tensors: torch.Tensor, out: Any = None) -> Any:
@@ -110,6 +118,8 @@ class Collectives:
             BrokenError: The channel failed earlier; the first failure is its cause.
             ClosedError: The channel is closed.
         """
+        if is_dynamo_compiling():
+            return tracing.call_plugin(self, collective, tensors, out)
         check_collective(collective)
         return self._issue(collective, tensors, out)
 
@@ -135,8 +145,11 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        results: tuple[torch.Tensor, torch.Tensor] = self._issue(
-            find("all_gather_pair"), (local_first, local_second), out
+        tensors = (local_first, local_second)
+        results: tuple[torch.Tensor, torch.Tensor] = (
+            tracing.call(self, "all_gather_pair", tensors, out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_pair"), tensors, out)
         )
         return results
 
@@ -155,7 +168,11 @@ class Collectives:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        heads: torch.Tensor = self._issue(find("all_gather_heads"), (local_heads,), out)
+        heads: torch.Tensor = (
+            tracing.call(self, "all_gather_heads", (local_heads,), out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_heads"), (local_heads,), out)
+        )
         return heads
 
     def all_gather_pair_kimi_topk(
@@ -187,8 +204,11 @@ class Collectives:
             UnsupportedError: 896 does not divide by the world size.
             BrokenError: The channel failed earlier.
         """
-        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(
-            fused_collective(spec), (local_down, local_router, correction_bias), out
+        tensors = (local_down, local_router, correction_bias)
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            tracing.call(self, "all_gather_pair_kimi_topk", tensors, out, spec.numerics)
+            if is_dynamo_compiling()
+            else self._issue(fused_collective(spec), tensors, out)
         )
         return results
 
@@ -229,7 +249,7 @@ class Channel(Collectives):
     """
 
     def __init__(
-        self, name: str, info: PlanInfo, device: torch.device, engine: CudaEngine | HostEngine
+        self, name: str, info: PlanInfo, device: torch.device, engine: CudaEngine | ReferenceEngine
     ) -> None:
         self.name = name
         self.info = info
@@ -241,6 +261,7 @@ class Channel(Collectives):
         self._issuing = threading.Lock()
         self._issue = self.issue
         self._broken = engine.broken
+        self.handle = tracing.publish(name, self)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -253,14 +274,17 @@ class Channel(Collectives):
         """Check, plan and launch a call; what has been checked once is only looked up."""
         if self.closed or self._broken[0]:
             self._check_usable()
-        if out is None:
-            return self._run_allocating(collective, tensors)
-        targets = out if type(out) is tuple else _as_tuple(collective, out)
-        every = tensors + targets
-        key = (collective, *map(id, every))
-        call = self._bound.get(key)
-        if call is None or call.addresses != [*map(data_ptr, every)]:
-            call = self._bind(key, collective, tensors, targets)
+        try:
+            if out is None:
+                return self._run_allocating(collective, tensors)
+            targets = out if type(out) is tuple else _as_tuple(collective, out)
+            every = tensors + targets
+            key = (collective, *map(id, every))
+            call = self._bound.get(key)
+            if call is None or call.addresses != [*map(data_ptr, every)]:
+                call = self._bind(key, collective, tensors, targets)
+        except ForeignError:
+            return interop.issue(self, collective, tensors, out)
         if call.launch is not None:
             call.launch.enqueue()
         else:
@@ -281,10 +305,16 @@ class Channel(Collectives):
             self._run_on_host(call, tensors, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def result_dtypes(
+        self, collective: Collective, tensors: tuple[torch.Tensor, ...]
+    ) -> list[torch.dtype]:
+        """Check a call that allocates its outputs, and return their dtypes."""
+        return [dtype for _, dtype in self._planned_call(collective, tensors, 16).outputs]
+
     def _run_on_host(
         self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        if call.plan.grid and isinstance(self.engine, HostEngine):
+        if call.plan.grid and isinstance(self.engine, ReferenceEngine):
             self.engine.execute(call.collective, call.plan, tensors, outputs)
 
     def _planned_call(
@@ -310,7 +340,7 @@ class Channel(Collectives):
         info = replace(self.info, output_alignment=alignment)
         plan = make_plan(collective, info, [meta_of(tensor) for tensor in tensors])
         staged = plan.staged_nbytes
-        if isinstance(self.engine, HostEngine):
+        if isinstance(self.engine, ReferenceEngine):
             staged = max(staged, self.engine.payload_nbytes(plan, tensors))
         check_plan(collective, plan, info, staged)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
@@ -352,8 +382,8 @@ class Channel(Collectives):
 
     def protocols(self) -> list[str]:
         """Return the protocols of the calls so far; before the first, what was asked for."""
-        if isinstance(self.engine, HostEngine):
-            return ["push" if self.engine.push else "pull"]
+        if isinstance(self.engine, ReferenceEngine):
+            return [self.engine.protocol]
         used = {name for call in self._planned.values() for name in call.plan.kernel.variant}
         return sorted(KNOWN_PROTOCOLS & used) or [self.info.protocol]
 
@@ -370,8 +400,8 @@ class Channel(Collectives):
         return {op: list(reasons) for op, reasons in found.items()}
 
     def _reason(self, plan: Plan, source: str) -> str:
-        if isinstance(self.engine, HostEngine):
-            return f"{self.protocols()[0]}: on a CPU, push unless pull is asked for"
+        if isinstance(self.engine, ReferenceEngine):
+            return f"{self.engine.protocol}: {self.engine.why}"
         info = self.info
         protocol = next((name for name in plan.kernel.variant if name in KNOWN_PROTOCOLS), None)
         if protocol is None:

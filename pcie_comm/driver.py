@@ -78,6 +78,13 @@ def device_uuid(index: int) -> str:
     return bytes(uuid.bytes).hex()
 
 
+def pins_host_memory(index: int) -> bool:
+    """Tell whether CUDA device `index` can address host memory that is registered for it."""
+    names = bindings().CUdevice_attribute
+    wanted = names.CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
+    return bool(call("cuDeviceGetAttribute", wanted, call("cuDeviceGet", index)))
+
+
 def device_count() -> int:
     """Return the number of devices this process sees."""
     return int(call("cuDeviceGetCount"))

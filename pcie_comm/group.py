@@ -1,4 +1,4 @@
-"""PcieDcpGroup: the ranks of one host as one object. Lifecycle here, calls in channel.py."""
+"""PcieDcpGroup: the ranks of a group as one object. Lifecycle here, calls in channel.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from .channel import Channel, Collectives
 from .closing import Estate
 from .config import Config
 from .cuda_engine import CudaEngine
+from .dist_engine import DistEngine
+from .dist_opening import Opening, board_of, facts_of, open_engine
 from .errors import (
     BrokenError,
     ClosedError,
@@ -35,6 +37,8 @@ from .transport import load
 from .transport.base import PeerMap, Transport, TransportInfo
 from .watch.cause import Cause
 from .watch.watch import Watch, open_watch
+
+Engine = CudaEngine | HostEngine | DistEngine
 
 _groups: WeakSet[PcieDcpGroup] = WeakSet()
 
@@ -60,7 +64,7 @@ def _check_name(name: object) -> None:
 
 
 class PcieDcpGroup(Collectives):
-    """A communicator of 1 to 16 ranks on one host.
+    """A communicator of 1 to 16 ranks, on one host or over several (docs/hosts.md).
 
     Collective: every rank constructs it, in the same order relative to other groups. If one rank
     fails, all raise with its reason and nothing stays mapped.
@@ -73,7 +77,8 @@ class PcieDcpGroup(Collectives):
         device: `cuda:N`, a torch.device, or `cpu`; the current GPU if None, else the CPU.
         process_group: A torch process group of exactly these ranks; None: torch.distributed's
             default group, or the environment of torchrun.
-        transport: `auto`, or a name from `pcie_comm.transport`.
+        transport: `auto`, or a name from `pcie_comm.transport`; over several hosts, what runs
+            inside each, or `torch_dist` for nothing but torch.distributed.
         config: Settings; None: the defaults and the PCIE_COMM_* variables.
 
     Raises:
@@ -153,13 +158,17 @@ class PcieDcpGroup(Collectives):
     def _settle(self, device: str | torch.device | None, transport: str) -> None:
         """Agree on everything and open the first channel; tell the peers at once if that fails."""
         try:
+            watch = self._watch
             self._terms = meet(
-                self._bootstrap, self._watch.one_process, device, transport, self.config
+                self._bootstrap, watch.one_process, watch.span, device, transport, self.config
             )
+            if watch.span.count > 1:
+                watch.see_far(board_of(self._bootstrap, watch.group))
             self.device = self._terms.device
             self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
             self._closed = False
-            self._issue = self._open_channel("default").issue
+            default = self._open_channel("default")
+            self._issue, self.handle = default.issue, default.handle
         except BaseException as error:
             self._closed = True
             self._watch.abort(f"{type(error).__name__}: {error}")
@@ -172,7 +181,7 @@ class PcieDcpGroup(Collectives):
         index = self.device.index if self.device.type == "cuda" else None
         transport = load(self._terms.transport)(TransportInfo(self.rank, self.world_size, index))
         timeout_s = self.config.setup_timeout_s
-        engines: list[CudaEngine | HostEngine] = []
+        engines: list[Engine] = []
 
         def allocate() -> bytes:
             named = json.dumps({"channel": name, "group": self._watch.group})
@@ -180,7 +189,7 @@ class PcieDcpGroup(Collectives):
 
         def map_peers() -> bytes:
             peers = transport.map([record.partition(b"\n")[2] for record in records])
-            engines.append(self._engine(layout, peers))
+            engines.append(self._engine(name, layout, peers))
             return b""
 
         def seal() -> bytes:
@@ -213,11 +222,14 @@ class PcieDcpGroup(Collectives):
             channel.engine.abort(self._watch.cause)
         return channel
 
-    def _engine(self, layout: SlabLayout, peers: PeerMap) -> CudaEngine | HostEngine:
+    def _engine(self, name: str, layout: SlabLayout, peers: PeerMap) -> Engine:
         """Return what runs the calls of a channel."""
         config = self.config
-        engine: CudaEngine | HostEngine
-        if self.device.type == "cpu":
+        engine: Engine
+        if self._terms.transport == "torch_dist":
+            made = (self._bootstrap, self._terms, config, self._watch.group, name)
+            engine = open_engine(Opening(*made, layout.segment_nbytes, type(self).from_bootstrap))
+        elif self.device.type == "cpu":
             engine = HostEngine(self.rank, layout, peers, config.protocol, config.timeout_s)
         else:
             sharers = self._terms.sharers
@@ -324,6 +336,7 @@ class PcieDcpGroup(Collectives):
             "device": str(self.device),
             "transport": terms.transport,
             "transport_reason": terms.transport_reason,
+            "hosts": [list(ranks) for ranks in self._watch.span.members],
             "max_blocks": terms.max_blocks,
             "crossovers": {"source": terms.crossovers.source, **terms.crossovers.contract()},
             "config": {**self.config.contract(), "kernels_dir": str(self.config.kernels_dir)},
@@ -337,6 +350,7 @@ class PcieDcpGroup(Collectives):
                 "calls": channel.choices(terms.crossovers.source),
                 "segment_nbytes": channel.info.segment_nbytes,
                 **self._transports[name].describe(),
+                **facts_of(channel.engine),
             }
         return facts
 

@@ -6,17 +6,15 @@ out is handed to the plugin's reference in plain torch.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from .errors import BusyError, CommError, MismatchError, PeerTimeoutError
-from .kernels.plan_checks import run_reference
-from .kernels.registry import Collective, Plan
+from .errors import MismatchError, PeerTimeoutError
+from .kernels.registry import Plan
 from .layout import (
     EPOCH_MASK,
     STAGED_ALIGNMENT,
@@ -26,15 +24,16 @@ from .layout import (
     next_epoch,
     slot_of,
 )
+from .reference_engine import ReferenceEngine
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
-from .watch.cause import Cause, doubts
+from .watch.cause import doubts
 
 SPINS_BEFORE_SLEEP = 200
 SLEEP_S = 20e-6
 
 
-class HostEngine:
+class HostEngine(ReferenceEngine):
     """Runs calls of one rank on the CPU.
 
     Args:
@@ -48,87 +47,12 @@ class HostEngine:
     def __init__(
         self, rank: int, layout: SlabLayout, peers: PeerMap, protocol: str, timeout_s: float
     ) -> None:
-        self.rank = rank
-        self.layout = layout
         self.push = protocol != "pull"
-        self.timeout_s = timeout_s
-        self.epoch = 0
-        self.peer_state: Callable[[int], str] = lambda peer: ""
-        self._cause: Cause | None = None
-        self._failure: CommError | None = None
-        self.broken = [0]  # not 0 once the channel is: read before every call
+        spoken = "push" if self.push else "pull"
+        super().__init__(rank, timeout_s, spoken, "on a CPU, push unless pull is asked for")
+        self.layout = layout
         self._bytes = [np.frombuffer(view, dtype=np.uint8) for view in peers.views]
         self._fence = threading.Lock()
-        self._in_use = threading.Lock()
-
-    def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
-        """Nothing to load: the reference is the kernel."""
-
-    def failed(self) -> bool:
-        """Tell whether the channel is broken."""
-        return self.broken[0] != 0
-
-    def failure(self) -> CommError | None:
-        """Return what broke the channel, or None."""
-        if self._failure is None and self._cause is not None:
-            return self._cause.error(self.rank)
-        return copy.copy(self._failure)  # a raised error collects frames, one more each time
-
-    def abort(self, cause: Cause) -> None:
-        """Make a waiting call raise `cause`, and every later one fail; the first one stays."""
-        self._cause = self._cause or cause
-        self.broken[0] = 1
-
-    def seed_epoch(self, epoch: int) -> None:
-        """Set the counter, on every rank alike; for tests of its wrap."""
-        self.epoch = epoch
-
-    def execute(
-        self,
-        collective: Collective,
-        plan: Plan,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        """Run one call; return when the outputs are written.
-
-        Raises:
-            PeerTimeoutError: A peer did not arrive within the timeout.
-            MismatchError: A peer made another call.
-            PeerAbortedError, PeerDiedError: `abort` was called.
-            BusyError: Another thread is in a call on this channel; nothing was done.
-            UnsupportedError: The plugin's reference fails, or does not return what was planned.
-        """
-        shards: Sequence[Sequence[torch.Tensor]] = [inputs]
-        if plan.exchanged:
-            if not self._in_use.acquire(blocking=False):
-                raise BusyError(
-                    f"{plan.op} was called while another thread is in a call on this channel; "
-                    "make them one after another, or give each thread a channel",
-                    rank=self.rank,
-                    op=plan.op,
-                )
-            try:
-                shards = self._exchange(plan, inputs)
-            except BaseException as error:
-                # Whatever ended it, peers may still read this epoch's slot: no later call may run.
-                # The frames of a raised error hold views of the slabs: a copy is kept.
-                self._failure = (
-                    copy.copy(error) if isinstance(error, CommError) else _interrupted(error)
-                )
-                self.broken[0] = 1
-                raise
-            finally:
-                self._in_use.release()
-        with torch.inference_mode():  # as kernels do: bytes are written, gradients are not tracked
-            results = run_reference(collective, shards, outputs)
-            for output, value in zip(outputs, results, strict=True):
-                output.copy_(value)
-
-    def payload_nbytes(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> int:
-        """Return the bytes a rank stages here: whole inputs, where a kernel may stage less."""
-        sizes = (inputs[i].numel() * inputs[i].itemsize for i in plan.exchanged)
-        return sum(align_up(size, STAGED_ALIGNMENT) for size in sizes)
 
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         self.epoch = next_epoch(self.epoch)
@@ -225,15 +149,6 @@ class HostEngine:
             epoch=self.epoch,
         )
 
-    def synchronize(self) -> None:
-        """Wait for a call of another thread; bounded, since every call is."""
-        if self._in_use.acquire(timeout=self.timeout_s + 1.0):
-            self._in_use.release()
-
     def close(self) -> None:
         """Drop the views of the slabs, so that the transport can unmap them."""
         self._bytes = []
-
-
-def _interrupted(error: BaseException) -> CommError:
-    return CommError(f"a call was interrupted by {type(error).__name__}: {error}")

@@ -183,6 +183,8 @@ def choose_transport(
     one_process: bool,
     peers_reachable: bool,
     veto: str | None = None,
+    pins: bool = True,
+    hosts: int = 1,
 ) -> tuple[str, str]:
     """Return the transport of a group, and why.
 
@@ -192,15 +194,21 @@ def choose_transport(
         one_process: All ranks are threads of one process.
         peers_reachable: Every rank's device can address every other's.
         veto: Why the advice for this host forbids peer access of two of the devices, or None.
+        pins: Every device can address pinned host memory.
+        hosts: Number of hosts. Over several of them `requested` is what runs inside each.
     """
+    if hosts > 1 and requested != "torch_dist":
+        return "torch_dist", f"the ranks are on {hosts} hosts; inside each: {requested}"
     if requested != "auto":
         return requested, "asked for"
     if not on_gpu:
         return "host_shm", "no GPU takes part"
+    if veto is None and not peers_reachable:
+        veto = "the devices cannot address each other's memory"
+    if veto is not None and not pins:
+        return "torch_dist", f"{veto}, and a device cannot address pinned host memory"
     if veto is not None:
         return "host_pinned", veto
-    if not peers_reachable:
-        return "host_pinned", "the devices cannot address each other's memory"
     if one_process:
         return "cuda_local", "all ranks are threads of one process"
     return "cuda_ipc", "one process per rank, peer access"

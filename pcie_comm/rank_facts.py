@@ -15,12 +15,23 @@ from .errors import InvalidArgumentError, UnsupportedError
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank tells the others of itself. `contract` must be equal on all ranks."""
+    """What a rank tells the others of itself. `contract` must be equal on all ranks.
+
+    Attributes:
+        device: UUID, or `cpu`.
+        multiprocessors: Of the device.
+        reachable: UUIDs of the devices whose memory it can address, its own included.
+        contract: Settings and versions.
+        pins: The device can address host memory that is pinned for it.
+        backends: Of torch.distributed, that it could use; best first.
+    """
 
     device: str
     multiprocessors: int
     reachable: tuple[str, ...]
     contract: dict[str, object]
+    pins: bool = True
+    backends: tuple[str, ...] = ("gloo",)
 
     @classmethod
     def gather(cls, device: torch.device, contract: dict[str, object]) -> RankFacts:
@@ -44,7 +55,8 @@ class RankFacts:
             if driver.call("cuDeviceCanAccessPeer", own, driver.call("cuDeviceGet", other)):
                 reachable.append(driver.device_uuid(other))
         units = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(reachable[0], units, tuple(reachable), contract)
+        pins = driver.pins_host_memory(device.index)
+        return cls(reachable[0], units, tuple(reachable), contract, pins)
 
     def encode(self) -> bytes:
         """Return the facts as JSON."""
@@ -59,9 +71,11 @@ class RankFacts:
         """
         raw = read_record(data, peer, "introduction")
         kinds = {"device": str, "multiprocessors": int, "reachable": list, "contract": dict}
+        kinds |= {"pins": bool, "backends": list}
         if {name: type(value) for name, value in raw.items()} != kinds:
             raise malformed(peer, "introduction", f"fields={sorted(raw)}")
-        return cls(**{**raw, "reachable": tuple(raw["reachable"])})
+        lists = {name: tuple(map(str, raw[name])) for name in ("reachable", "backends")}
+        return cls(**{**raw, **lists})
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

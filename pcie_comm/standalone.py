@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import interop, tracing
 from .channel import Channel, check_spec
 from .config import Config
 from .cuda_engine import CudaEngine
@@ -41,7 +43,11 @@ def _lane(device: torch.device) -> Channel:
 
 def _device_of(logits: object) -> torch.device:
     """Return where the call runs; what is no tensor is refused there."""
-    device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
+    device = torch.device("cpu")
+    if isinstance(logits, torch.Tensor):
+        device = logits.device
+    elif hasattr(logits, "__dlpack_device__"):
+        device = interop.device_of(logits)
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(
             f"router_logits is on device={device}; move it to a CPU or a CUDA device",
@@ -50,7 +56,17 @@ def _device_of(logits: object) -> torch.device:
     return device
 
 
-def _router(spec: RouterSpec) -> Collective:
+def lane_for(logits: object) -> Channel:
+    """Return the lane that serves a call with these logits.
+
+    Raises:
+        InvalidArgumentError: They are neither on a CPU nor on a CUDA device.
+    """
+    return _lane(_device_of(logits))
+
+
+def router(spec: RouterSpec) -> Collective:
+    """Return the plugin of a router, the same object for the same spec."""
     check_spec(spec)
     if spec not in _routers:
         from .kernels.router import RouterTopk
@@ -85,6 +101,12 @@ def kimi_topk16(
 
     Source: the router contract in `pcie_comm.kernels.router_spec`.
     """
-    lane = _lane(_device_of(router_logits))
-    weights, ids = lane.issue(_router(spec), (router_logits, correction_bias), out)
+    if is_dynamo_compiling():
+        results = torch.ops.pcie_comm.kimi_topk16(
+            router_logits, correction_bias, numerics=spec.numerics
+        )
+        weights, ids = tracing.give("kimi_topk16", results, out)
+        return weights, ids
+    lane = lane_for(router_logits)
+    weights, ids = lane.issue(router(spec), (router_logits, correction_bias), out)
     return weights, ids

@@ -31,6 +31,16 @@ _DTYPES: dict[str, torch.dtype] = {
 data_ptr = torch.Tensor.data_ptr
 
 
+class ForeignError(InvalidArgumentError):
+    """An input or an output is an array of another library: interop.py takes such calls over."""
+
+
+def not_a_tensor(text: str, value: object, op: str | None = None) -> InvalidArgumentError:
+    """Return the error for something that is no torch.Tensor."""
+    kind = ForeignError if hasattr(value, "__dlpack__") else InvalidArgumentError
+    return kind(f"{text} {type(value).__name__}, expected a torch.Tensor", op=op)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a plan's dtype name.
 
@@ -54,7 +64,7 @@ def alignment_of(tensor: object) -> int:
         InvalidArgumentError: Not a tensor, or one without an address.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(f"out= holds a {type(tensor).__name__}, expected torch.Tensor")
+        raise not_a_tensor("out= holds a", tensor)
     if not is_plain(tensor):
         raise InvalidArgumentError(f"out= holds a tensor of layout={tensor.layout}: not strided")
     low_bits = tensor.data_ptr() & 15
@@ -99,9 +109,7 @@ def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.d
         raise InvalidArgumentError(f"expected {count} tensors, got {len(tensors)}", op=op)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(
-                f"input {index} is a {type(tensor).__name__}, expected a torch.Tensor", op=op
-            )
+            raise not_a_tensor(f"input {index} is a", tensor, op)
         if tensor.device != device:
             raise InvalidArgumentError(
                 f"input {index} is on device={tensor.device}, the group is on {device}; "

@@ -10,7 +10,7 @@ import torch
 from launcher import run_threads
 from worlds import LIMIT_S, build_each, small
 
-from pcie_comm import Config, InvalidArgumentError, MismatchError, meeting
+from pcie_comm import CommWarning, Config, InvalidArgumentError, MismatchError, meeting
 from pcie_comm.crossovers import Crossovers
 from pcie_comm.rank_facts import RankFacts
 from pcie_comm.topology.advice import Advice, Veto
@@ -86,11 +86,22 @@ def test_a_group_that_the_advice_fits_works(write, monkeypatch):
     assert transports == {"host_shm"}  # no GPU takes part, so no veto concerns it
 
 
-def transport_of(known: Advice | None, *uuids: str) -> tuple[str, str]:
+def transport_of(known: Advice | None, *uuids: str, pins: bool = True) -> tuple[str, str]:
     devices = [uuid.removeprefix("GPU-").replace("-", "") for uuid in uuids]
-    facts = [RankFacts(device, 8, tuple(devices), {}) for device in devices]
+    facts = [RankFacts(device, 8, tuple(devices), {}, pins) for device in devices]
     own = (torch.device("cuda", 0), Crossovers(), known)
-    return meeting._transport_for("auto", facts, False, own, 0)
+    return meeting._transport_for("auto", facts, (False, 1, 0), own)
+
+
+def test_a_veto_without_pinned_memory_is_the_last_resort_and_said_once(monkeypatch):
+    monkeypatch.setattr(meeting, "_warned", set())
+    vetoed = advice((TWO, ONE))
+    with pytest.warns(CommWarning, match="torch_dist is slow.*pinned host memory") as caught:
+        chosen = [transport_of(vetoed, ONE, TWO, pins=False) for _ in range(3)]
+    assert len(caught) == 1
+    assert {name for name, _ in chosen} == {"torch_dist"}
+    assert "writes were dropped" in chosen[0][1]
+    assert transport_of(None, ONE, TWO, pins=False)[0] == "cuda_ipc"
 
 
 def test_a_veto_moves_the_group_and_says_why():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from pcie_comm.host_engine import HostEngine
 from pcie_comm.layout import SlabLayout
 from pcie_comm.rank_facts import RankFacts
 from pcie_comm.transport.host_shm import HostShmTransport
-from pcie_comm.watch.process import Process
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -226,15 +224,6 @@ def test_b27_different_kernels_are_a_mismatch(monkeypatch):
 def test_facts_survive_the_journey():
     here = RankFacts.gather(torch.device("cpu"), {})
     assert RankFacts.decode(here.encode(), 0) == here
-
-
-def test_ranks_on_several_hosts_are_refused(monkeypatch):
-    hosts = iter("ab")
-    here = Process.here()
-    monkeypatch.setattr(Process, "here", lambda: dataclasses.replace(here, boot=next(hosts)))
-    for error in build_each([{}] * 2):
-        assert isinstance(error, UnsupportedError)
-        assert error.reason == "ranks on several hosts"
 
 
 # --- B28: world sizes ----------------------------------------------------------------------------

@@ -56,6 +56,25 @@ def test_a_veto_moves_gpus_that_reach_each_other_to_pinned_memory():
     assert choose("cuda_ipc", on_gpu=True, **facts) == ("cuda_ipc", "asked for")
 
 
+def test_what_is_left_without_peer_access_and_pinned_memory():
+    choose = policy.choose_transport
+    facts = {"on_gpu": True, "one_process": False, "pins": False}
+    name, reason = choose("auto", peers_reachable=False, **facts)
+    assert name == "torch_dist"
+    assert "cannot address each other's memory, and a device cannot address pinned" in reason
+    assert choose("auto", peers_reachable=True, **facts)[0] == "cuda_ipc"
+    assert choose("auto", peers_reachable=True, veto="no", **facts)[0] == "torch_dist"
+    assert choose("host_pinned", peers_reachable=False, **facts)[0] == "host_pinned"
+
+
+@pytest.mark.parametrize("requested", ["auto", "host_shm", "cuda_ipc"])
+def test_over_hosts_what_is_asked_for_runs_inside_each(requested):
+    facts = {"on_gpu": False, "one_process": False, "peers_reachable": False, "hosts": 2}
+    reason = f"the ranks are on 2 hosts; inside each: {requested}"
+    assert policy.choose_transport(requested, **facts) == ("torch_dist", reason)
+    assert policy.choose_transport("torch_dist", **facts) == ("torch_dist", "asked for")
+
+
 LIMIT = VRAM.tagged_nbytes
 
 

@@ -109,8 +109,8 @@ WRONG = {
     "logits on meta": lambda: (rows_of(2).to("meta"), BIAS),
     "both on meta": lambda: (rows_of(2).to("meta"), BIAS.to("meta")),
     "sparse": lambda: (torch.eye(896).to_sparse(), BIAS),
-    "NumPy logits": lambda: (np.zeros((2, 896), np.float32), BIAS),
-    "NumPy bias": lambda: (rows_of(2), np.zeros(896, np.float32)),
+    "NumPy logits of float64": lambda: (np.zeros((2, 896)), BIAS),
+    "NumPy bias of bytes": lambda: (rows_of(2), np.zeros(896, "S4")),
     "a list": lambda: ([[0.0] * 896], BIAS),
     "nothing": lambda: (None, None),
 }

@@ -59,6 +59,7 @@ ALONE = (
     Part(("tests/gpu/test_processes.py",)),
     Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_decode_example.py",)),
+    Part(("tests/gpu/test_interop.py", "tests/gpu/test_torch_dist.py")),
 )
 """What measures time, or needs the device to itself; one after another."""
 

@@ -37,9 +37,11 @@ class AllGatherHeads(Collective):
             raise InvalidArgumentError(
                 "local_heads has dtype=float32; heads are bf16, fp16 or fp8", op=self.name
             )
-        rows, heads, dim = meta.shape
-        outputs = (OutputSpec((rows, heads * info.world_size, dim), meta.dtype),)
-        return plan_gather(self.name, info, tensors, outputs)
+        return plan_gather(self.name, info, tensors, self.output_specs(info, meta))
+
+    def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
+        rows, heads, dim = tensors[0].shape
+        return (OutputSpec((rows, heads * info.world_size, dim), tensors[0].dtype),)
 
     def kernel(self, key: KernelKey) -> Any:
         from .gather_kernels import gather_kernel

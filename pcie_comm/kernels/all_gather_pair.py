@@ -36,11 +36,13 @@ class AllGatherPair(Collective):
         """See Collective.plan. Scalars: rows, policy.pace, column_scalars of each tensor."""
         for label, meta in zip(("local_first", "local_second"), tensors, strict=True):
             check_columns(self.name, label, meta, ndim=2, max_rows=info.max_rows)
-        outputs = tuple(
+        return plan_gather(self.name, info, tensors, self.output_specs(info, *tensors))
+
+    def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
+        return tuple(
             OutputSpec((meta.shape[0], meta.shape[1] * info.world_size), meta.dtype)
             for meta in tensors
         )
-        return plan_gather(self.name, info, tensors, outputs)
 
     def kernel(self, key: KernelKey) -> Any:
         from .gather_kernels import gather_kernel

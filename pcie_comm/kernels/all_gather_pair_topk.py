@@ -94,11 +94,7 @@ class AllGatherPairTopk(Collective):
         pack = pack_width(info, protocol, [down])
         return Plan(
             op=self.name,
-            outputs=(
-                OutputSpec((rows, HIDDEN), "bfloat16"),
-                OutputSpec((rows, spec.top_k), "float32"),
-                OutputSpec((rows, spec.top_k), "int32"),
-            ),
+            outputs=self.output_specs(info, *tensors),
             kernel=KernelKey(self.name, (protocol, pack, spec.numerics)),
             grid=split.router_blocks + split.gather.blocks,
             scalars=(
@@ -115,6 +111,14 @@ class AllGatherPairTopk(Collective):
             staged_nbytes=staged * 2 if protocol == "tagged" else staged,
             exchanged=(0, 1),
             facts=(protocol, rows, spec.numerics, split.router_blocks),
+        )
+
+    def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
+        rows, top_k = tensors[0].shape[0], self.spec.top_k
+        return (
+            OutputSpec((rows, HIDDEN), "bfloat16"),
+            OutputSpec((rows, top_k), "float32"),
+            OutputSpec((rows, top_k), "int32"),
         )
 
     def kernel(self, key: KernelKey) -> Any:

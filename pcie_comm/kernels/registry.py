@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,12 +136,14 @@ class Collective(ABC):
         block: Threads per block of its kernels.
         device_sources: Files with device code besides the plugin's own; a change in one of them
             makes kernels stale.
+        registered: The registry holds this very instance. Set by the registry.
     """
 
     name: str = ""
     num_inputs: int = 1
     block: int = 256
     device_sources: Sequence[Path] = ()
+    registered: bool = False
 
     @abstractmethod
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
@@ -180,9 +182,25 @@ class Collective(ABC):
         """Return the number of tensors a call returns."""
         return 1
 
+    def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
+        """Return what a call returns, for torch.compile. Pure.
+
+        This one asks `plan`, so that a compiled graph holds for one number of rows. A plugin whose
+        formula also serves symbolic sizes (products and sums of them) writes it here.
+        """
+        return self.plan(info, *map(_concrete, tensors)).outputs
+
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most serve every size
         """Raise UnsupportedError if the collective does not serve this world size."""
 
+
+def _concrete(meta: TensorMeta) -> TensorMeta:
+    shape, strides = (tuple(map(int, sizes)) for sizes in (meta.shape, meta.strides))
+    return replace(meta, shape=shape, strides=strides)
+
+
+on_register: list[Callable[[Collective], None]] = []
+"""Told of every plugin that becomes known by its name; what depends on the registry adds itself."""
 
 _registered: dict[str, Collective] = {}
 _loaded_points: set[tuple[str, str]] = set()
@@ -194,7 +212,7 @@ def register(collective: Collective) -> Collective:
     Raises:
         InvalidArgumentError: No plugin, without a name, or the name belongs to another class.
     """
-    _load_builtins()  # their names are taken, whoever comes first
+    load_builtins()  # their names are taken, whoever comes first
     return _add(collective)
 
 
@@ -205,7 +223,12 @@ def _add(collective: Collective) -> Collective:
         raise InvalidArgumentError(
             f"name={collective.name!r} belongs to {type(known).__qualname__}; choose another name"
         )
+    if known is not None:
+        known.registered = False
+    collective.registered = True
     _registered[collective.name] = collective
+    for listener in on_register:
+        listener(collective)
     return collective
 
 
@@ -221,7 +244,13 @@ def check_collective(collective: object) -> None:
         )
 
 
-def _load_builtins() -> None:
+def registered() -> list[Collective]:
+    """Return the plugins that are registered so far; no entry point is looked at."""
+    return list(_registered.values())
+
+
+def load_builtins() -> None:
+    """Register the four plugins that come along."""
     from . import all_gather_heads, all_gather_pair, all_gather_pair_topk, router
 
     for module in (all_gather_pair, all_gather_heads, router, all_gather_pair_topk):
@@ -248,7 +277,7 @@ def _load_entry_points() -> None:
 
 def collectives() -> dict[str, Collective]:
     """Return every registered plugin by name: built-in, then third-party entry points."""
-    _load_builtins()
+    load_builtins()
     _load_entry_points()
     return dict(_registered)
 
@@ -259,8 +288,10 @@ def find(name: str) -> Collective:
     Raises:
         InvalidArgumentError: No plugin has that name; lists those that exist.
     """
-    if name not in _registered:
-        collectives()
+    known = _registered.get(name)  # one look-up: every call comes by
+    if known is not None:
+        return known
+    collectives()
     if name not in _registered:
         raise InvalidArgumentError(
             f"op={name!r} is unknown; registered are {', '.join(sorted(_registered))}"

@@ -61,15 +61,18 @@ class RouterTopk(Collective):
         logits, bias = tensors
         check_router(self.name, logits, bias, self.spec.num_experts, self.spec.num_experts)
         rows = logits.shape[0]
-        shape = (rows, self.spec.top_k)
         return Plan(
             op=self.name,
-            outputs=(OutputSpec(shape, "float32"), OutputSpec(shape, "int32")),
+            outputs=self.output_specs(info, *tensors),
             kernel=KernelKey(self.name, (self.spec.numerics,)),
             grid=rows,
             scalars=(logits.strides[0] * logits.itemsize,),
             facts=(rows,),
         )
+
+    def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
+        shape = (tensors[0].shape[0], self.spec.top_k)
+        return (OutputSpec(shape, "float32"), OutputSpec(shape, "int32"))
 
     def kernel(self, key: KernelKey) -> Any:
         from .router_kernels import router_kernel

@@ -13,7 +13,11 @@ _CLASSES = {
     "cuda_local": "CudaLocalTransport",
     "cuda_ipc": "CudaIpcTransport",
     "host_pinned": "HostPinnedTransport",
+    "torch_dist": "TorchDistTransport",
 }
+
+SLABLESS = ("torch_dist",)
+"""Transports that move bytes themselves and give kernels nothing to address."""
 
 
 def load(name: str) -> type[Transport]:
@@ -33,21 +37,23 @@ def load(name: str) -> type[Transport]:
 
 
 class _Transports(Mapping[str, type[Transport]]):
-    """The transports by name; each is imported when it is looked up."""
+    """The transports with slabs, by name; each is imported when it is looked up."""
+
+    _names = tuple(name for name in _CLASSES if name not in SLABLESS)
 
     def __getitem__(self, name: str) -> type[Transport]:
-        if name not in _CLASSES:
+        if name not in self._names:
             raise KeyError(name)
         return load(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_CLASSES)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(_CLASSES)
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in _CLASSES
+        return name in self._names
 
 
 TRANSPORTS: Mapping[str, type[Transport]] = _Transports()

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..agreement import agree, read_fields, read_record
-from ..errors import CommError, PeerError, PeerTimeoutError, UnsupportedError
+from ..errors import CommError, PeerError, PeerTimeoutError
+from ..span import Span
 from . import watchdog
+from .board import Board, FarSight
 from .cause import Cause, Kind
 from .peer import Peer
 from .process import Process
@@ -34,9 +36,12 @@ class Watch:
         on_cause: Makes the rank's waits end. Must not wait, and must not refer to the group: a
             group that is dropped must be collected.
 
+    The ranks of other hosts are on no page here. What becomes of them is learned from theirs.
+
     Attributes:
         cause: Why the group cannot go on, or None.
-        one_process: All ranks are threads of this process.
+        span: Where the ranks are.
+        one_process: All ranks of this host are threads of this process.
         group: Random name of the group, the same on all ranks.
         released: This rank addresses no peer's slab any more.
     """
@@ -50,12 +55,14 @@ class Watch:
     ) -> None:
         self.rank = rank
         self.group = roll_call.name
+        self.span = Span.of([process.boot for process in processes])
+        self._far: FarSight | None = None
         self.cause: Cause | None = None
         self.released = False
         self.peers = {
             peer: Peer(peer, rank, roll_call.line(peer), process)
             for peer, process in enumerate(processes)
-            if peer != rank
+            if peer != rank and self.span.hosts[peer] == self.span.hosts[rank]
         }
         self.one_process = not any(peer.foreign for peer in self.peers.values())
         self._roll_call: RollCall | None = roll_call
@@ -90,8 +97,20 @@ class Watch:
                 if cause is not None:
                     self._declare(cause)
             found = self.cause
-            if found is not None and found.kind == Kind.DIED and found.exit_code is None:
+            unknown = found is not None and found.kind == Kind.DIED and found.exit_code is None
+            if found is not None and unknown and found.peer in self.peers:
                 found.exit_code = self.peers[found.peer].exit_code()
+
+    def learn(self, cause: Cause) -> None:
+        """Take over what another host found out."""
+        with self._lock:
+            if self._roll_call is not None:
+                self._declare(cause)
+
+    def see_far(self, board: Board) -> None:
+        """Exchange causes with the other hosts from now on, if there are any."""
+        if self.span.count > 1:
+            self._far = FarSight(board, self)
 
     def _declare(self, cause: Cause) -> None:
         if self.cause is None:
@@ -142,7 +161,9 @@ class Watch:
 
     def describe(self, peer: int) -> str:
         """Say in words how a rank fares."""
-        return self.peers[peer].describe() if peer in self.peers else "this rank"
+        if peer in self.peers:
+            return self.peers[peer].describe()
+        return "this rank" if peer == self.rank else f"on host {self.span.hosts[peer]}"
 
     def retire(self) -> None:
         """Look at the peers no longer, except in `all_let_go`. Idempotent.
@@ -162,6 +183,8 @@ class Watch:
 
     def leave(self) -> None:
         """Retire, and unmap the roll call. Idempotent."""
+        if self._far is not None:
+            self._far.stop()
         self.retire()
         self.forget_name()
         with self._lock:
@@ -184,18 +207,20 @@ def open_watch(bootstrap: Bootstrap, on_cause: Callable[[Cause], None], timeout_
     From here on the bootstrap's waits end when a peer dies or aborts.
 
     Raises:
-        UnsupportedError: The ranks are on several hosts, or /dev/shm is missing or full.
+        UnsupportedError: /dev/shm is missing or full.
         InvalidArgumentError: The ranks do not share /dev/shm.
         PeerAbortedError, PeerTimeoutError: As for every agreement.
     """
     rank = bootstrap.rank
     pages: list[RollCall] = []
 
+    def create() -> str:
+        pages.append(RollCall.create(one_process=bootstrap.same_process))
+        return pages[0].name
+
     def introduce() -> bytes:
-        if rank == 0:
-            pages.append(RollCall.create(one_process=bootstrap.same_process))
-        name = pages[0].name if pages else ""
-        return json.dumps({"page": name, "process": asdict(Process.here())}).encode()
+        page = create() if rank == 0 else ""
+        return json.dumps({"page": page, "process": asdict(Process.here())}).encode()
 
     try:
         records = agree(bootstrap, "roll call", introduce, timeout_s)
@@ -204,18 +229,25 @@ def open_watch(bootstrap: Bootstrap, on_cause: Callable[[Cause], None], timeout_
             read_fields(Process, facts.get("process"), peer, "roll call")
             for peer, facts in enumerate(told)
         ]
-        name = str(told[0].get("page"))  # what is no name, no file has
-        _check_one_host(processes, rank)
-        return _attend(
-            bootstrap,
-            lambda: Watch(
-                rank,
-                processes,
-                pages.pop() if pages else RollCall.attach(name, 0),
-                on_cause,
-            ),
-            timeout_s,
-        )
+        name = group = str(told[0].get("page"))  # what is no name, no file has
+        span = Span.of([process.boot for process in processes])
+        if span.count > 1:  # the other hosts need pages of their own
+            first = span.members[span.hosts[rank]][0]
+            names = agree(
+                bootstrap,
+                "roll call of each host",
+                lambda: (create() if rank == first != 0 else "").encode(),
+                timeout_s,
+            )
+            name = names[first].decode(errors="replace") if first else group
+
+        def make() -> Watch:
+            page = pages.pop() if pages else RollCall.attach(name, 0)
+            watch = Watch(rank, processes, page, on_cause)
+            watch.group = group
+            return watch
+
+        return _attend(bootstrap, make, timeout_s)
     finally:
         for page in pages:  # that no watch owns
             page.unlink()
@@ -241,13 +273,3 @@ def _attend(bootstrap: Bootstrap, make: Callable[[], Watch], timeout_s: float) -
         raise
     watches[0].forget_name()
     return watches[0]
-
-
-def _check_one_host(processes: Sequence[Process], rank: int) -> None:
-    hosts = {process.boot for process in processes}
-    if len(hosts) > 1:
-        raise UnsupportedError(
-            f"the ranks are on {len(hosts)} hosts; a group spans one host",
-            reason="ranks on several hosts",
-            rank=rank,
-        )

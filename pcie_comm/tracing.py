@@ -1,0 +1,115 @@
+"""What stands in for a call while torch.compile traces it: a torch operator and a handle.
+
+An operator takes tensors and plain values. So a channel has a handle, a string that names it in
+this process while it lives: `NUMBER/NAME`, for example `0/default`. Numbers are never used twice.
+
+The operators themselves are in torch_ops.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .errors import ClosedError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from .channel import Channel, Collectives
+    from .kernels.registry import Collective
+
+unordered = ""
+"""Why calls cannot be traced; empty where they can."""
+
+_channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
+_published = 0
+
+
+def publish(name: str, channel: Channel) -> str:
+    """Return a handle for a channel. The channel is not kept alive by it."""
+    global _published
+    handle = f"{_published}/{name}"
+    _published += 1
+    _channels[handle] = channel
+    return handle
+
+
+def resolve(handle: str) -> Channel:
+    """Return the channel of a handle.
+
+    Raises:
+        ClosedError: Its group is gone, or closed.
+        InvalidArgumentError: No channel of this process ever had it.
+    """
+    channel = _channels.get(handle)
+    if channel is not None:
+        if channel.closed:
+            raise ClosedError(f"channel {handle!r} is closed", rank=channel.info.rank)
+        return channel
+    number = handle.partition("/")[0]
+    if number.isdecimal() and int(number) < _published:
+        raise ClosedError(f"channel {handle!r} is gone: its group was closed and dropped")
+    raise InvalidArgumentError(
+        f"group={handle!r} names no channel of this process; give the `handle` of a group or "
+        "channel that lives"
+    )
+
+
+def call(
+    lane: Collectives, op: str, tensors: tuple[Any, ...], out: Any, numerics: str | None = None
+) -> Any:
+    """Put a call into the graph that is being traced; see the method of that name.
+
+    With `out` the operator's results are copied there. The operator that writes to `out` itself
+    would save the copy, but the compiler may move it past other calls of the channel: only
+    operators without mutation keep their order (torch_ops.py).
+
+    Raises:
+        ValueError: Not on this version of torch; see `give`.
+    """
+    if unordered:
+        raise ValueError(f"{op} cannot be compiled: {unordered}; call it outside, eagerly")
+    operator = getattr(torch.ops.pcie_comm, op)
+    if numerics is None:
+        results = operator(lane.handle, *tensors)
+    else:
+        results = operator(lane.handle, *tensors, numerics=numerics)
+    return give(op, results, out)
+
+
+def give(op: str, results: Any, out: Any) -> Any:
+    """Return results, or copy them to `out` and return that.
+
+    Raises:
+        ValueError: `out` does not fit. The compiler reports it; it cannot trace this library's
+            own errors, which take more than a text.
+    """
+    if out is None:
+        return results
+    single = isinstance(results, torch.Tensor)
+    values: Sequence[torch.Tensor] = (results,) if single else results
+    targets = (out,) if isinstance(out, torch.Tensor) else out
+    if len(targets) != len(values):
+        raise ValueError(f"{op}: out= needs {len(values)} tensors, got {len(targets)}")
+    for index, value in enumerate(values):
+        target = targets[index]
+        if target.shape != value.shape or target.dtype != value.dtype:
+            raise ValueError(f"{op}: out[{index}] has another shape or dtype than the result")
+        target.copy_(value)
+    return out
+
+
+def call_plugin(lane: Collectives, plugin: Collective, tensors: tuple[Any, ...], out: Any) -> Any:
+    """Put a call of a plugin into the graph.
+
+    Raises:
+        ValueError: The plugin is not registered, so it has no operator; see `give`.
+    """
+    if not plugin.registered:
+        raise ValueError(
+            f"plugin {plugin.name} is not registered, and torch.compile needs its operator: "
+            "call pcie_comm.register with this instance first"
+        )
+    return call(lane, plugin.name, tensors, out)
