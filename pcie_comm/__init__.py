@@ -32,7 +32,7 @@ from .kernels.registry import (
 )
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .local import LocalWorld, local_world
-from .standalone import kimi_topk16
+from .standalone import kimi_topk16, router_topk
 
 __version__ = "0.1.0"
 
@@ -65,4 +65,5 @@ __all__ = [
     "kimi_topk16",
     "local_world",
     "register",
+    "router_topk",
 ]

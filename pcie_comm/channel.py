@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
 from .host_engine import HostEngine
@@ -80,7 +81,7 @@ def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
     calls[key] = call
 
 
-class Collectives:
+class Collectives(Calls):
     """The collectives as methods of a group and of a channel.
 
     Attributes:
@@ -191,31 +192,6 @@ class Collectives:
             fused_collective(spec), (local_down, local_router, correction_bias), out
         )
         return results
-
-
-def fused_collective(spec: RouterSpec) -> Collective:
-    """Return the fused plugin of a router, the same object for the same spec."""
-    if spec is KIMI_K3:
-        return find("all_gather_pair_kimi_topk")  # without the cost of hashing the spec
-    check_spec(spec)
-    if spec not in _fused:
-        from .kernels.all_gather_pair_topk import AllGatherPairTopk
-
-        _fused[spec] = AllGatherPairTopk(spec)
-    return _fused[spec]
-
-
-_fused: dict[RouterSpec, Collective] = {}
-
-
-def check_spec(spec: object) -> None:
-    """Check that `spec=` is a router.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
-    if not isinstance(spec, RouterSpec):
-        raise InvalidArgumentError(f"spec={spec!r} is no RouterSpec; give one, or leave it out")
 
 
 class Channel(Collectives):

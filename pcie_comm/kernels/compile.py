@@ -57,6 +57,8 @@ DEVICE_MODULES = (
     "primitives",
     "protocol",
     "router_kernels",
+    "router_rows",
+    "row_kernels",
     "scalars",
     "tagged",
     "topk",
