@@ -164,7 +164,7 @@ class AllGatherPairTopk(Collective):
 
     def kernel(self, key: KernelKey) -> Any:
         protocol, pack, kind = key.variant
-        how = {"protocol": str(protocol), "pack": int(pack), "threads": self.block}
+        how: dict[str, Any] = {"protocol": str(protocol), "pack": int(pack), "threads": self.block}
         if not is_wide(self.spec):
             from .row_kernels import gathered_kernel
 

@@ -69,7 +69,8 @@ def _softmax(logits: Tensor) -> Tensor:
     best = torch.where(finite, logits, float("-inf")).amax(1, keepdim=True)
     above = torch.where(finite, _by_row(torch.exp, logits - best), 0.0)
     width = -(-logits.shape[1] // 32) * 32
-    steps = torch.nn.functional.pad(above, (0, width - logits.shape[1])).unflatten(1, (-1, 32))
+    padded = torch.nn.functional.pad(above, (0, width - logits.shape[1]))
+    steps = padded.reshape(len(logits), width // 32, 32)
     total = torch.zeros_like(steps[:, 0])
     for step in steps.unbind(1):
         total = total + step
@@ -80,7 +81,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 def _in_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     """Return which experts belong to the groups that stay."""
-    best = choice.unflatten(1, (spec.groups, -1)).sort(dim=-1, descending=True).values
+    best = choice.reshape(len(choice), spec.groups, -1).sort(dim=-1, descending=True).values
     score = best[..., 0] + best[..., 1] + 0.0 if spec.bias else best[..., 0]
     order = score.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk_groups]
     stays = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)

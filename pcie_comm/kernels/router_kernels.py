@@ -79,12 +79,12 @@ class Pair(DeviceObject):
             cute.arch.barrier(barrier_id=self.index + Int32(1), number_of_threads=PAIR)
 
     @cute.jit
-    def rank_group(self, image: Uint32) -> Int32:
-        """Levels 1 and 2: return the rank of a lane's candidate in its group."""
+    def rank_group(self, image: Uint32, kept: cutlass.Constexpr = TOP_K) -> Int32:
+        """Levels 1 and 2: return the rank of a lane's candidate in its group, if below `kept`."""
         rank = rank_by_counting(self.keys + self.list * Int32(KEYS_NBYTES), self.seat, image)
         place_image(self.images + self.list * Int32(IMAGES_NBYTES), rank, image)
         self.sync()
-        return rank_in_others(self.images, self.list, rank, image)
+        return rank_in_others(self.images, self.list, rank, image, kept=kept)
 
 
 class Final(DeviceObject):

@@ -153,7 +153,7 @@ class RowSelector(DeviceObject):
         for turn in cutlass.range(turns, unroll=1):
             group = turn * Int32(QUARTERS) + self.pair.index
             image, record = self._candidate(turn * Int32(WORKERS) + self.thread, best, total)
-            rank = self.pair.rank_group(image)
+            rank = self.pair.rank_group(image, self.length)
             self._place(group, rank, image, record)
             self.pair.sync()  # the next turn writes the lists that others still read
         sync_workers()
@@ -217,7 +217,7 @@ class RowSelector(DeviceObject):
                 image = prim.load_shared_u32(self.images + (place + word) * Int32(4))
                 record = prim.load_shared_u64(self.records + (place + seat) * Int32(RECORD_NBYTES))
                 images = self.images + lists * Int32(length * 4)
-                rank = rank_in_others(images, own, seat, image, length)
+                rank = rank_in_others(images, own, seat, image, length, length)
                 self._place(Int32(first + before) + contest, rank, image, record)
 
     # --- choices that depend on other experts -----------------------------------------------------

@@ -180,16 +180,23 @@ def place_image(
 
 @cute.jit
 def rank_in_others(
-    images: Int32, own: Int32, rank: Int32, image: Uint32, length: cutlass.Constexpr = TOP_K
+    images: Int32,
+    own: Int32,
+    rank: Int32,
+    image: Uint32,
+    length: cutlass.Constexpr = TOP_K,
+    kept: cutlass.Constexpr = TOP_K,
 ) -> Int32:
     """From level 2 on: return a candidate's rank in a contest's sorted lists, given that in one.
+
+    It is exact below `kept`: a list that is above as a whole is counted three too many otherwise.
 
     Args:
         images: Of the lists of `length`, 64 candidates in all, in shared memory.
         own: Which of them holds the candidate.
         rank: Its place there.
         image: Of the candidate.
-        length: Compile-time.
+        length: Of a list. kept: How many of the contest go on.
     """
     count = PLACES // length
     below = num.select(image != Uint32(0), image - Uint32(1), Uint32(0))
@@ -209,6 +216,9 @@ def rank_in_others(
         for other in fourths[step]:
             blocks = num.count_above_u32(blocks, other, limits[step])
         total += blocks << Uint32(2)
+        if cutlass.const_expr(kept > length):
+            whole = blocks == Uint32(length // 4)
+            limits[step] = num.select(whole, Uint32(0xFFFFFFFF), limits[step])
         at = lists[step] + Int32(blocks << Uint32(2))
         between.append([prim.load_shared_u32(at + Int32(length * i)) for i in range(3)])
     for step in cutlass.range_constexpr(count - 1):

@@ -120,7 +120,7 @@ def test_a_wrong_type_is_invalid(field, value, wanted):
 
 
 def test_many_groups_are_unsupported():
-    with pytest.raises(UnsupportedError, match="groups=64.*at most 32"):
+    with pytest.raises(UnsupportedError, match=r"groups=64.*at most 32"):
         RouterSpec(896, 16, groups=64, topk_groups=64)
 
 
