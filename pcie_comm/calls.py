@@ -80,9 +80,8 @@ class Calls:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gather the down row and select experts, in one launch.
 
-        Collective, on the current stream, capturable after one call, or after
-        `prepare(fused_collective(spec))`. Ids and weights are those of `router_topk` on the
-        gathered router row, bit for bit, and byte-equal on all ranks.
+        Collective, on the current stream, capturable after `prepare(spec)`. Ids and weights are
+        those of `router_topk` on the gathered router row, bit for bit, and byte-equal on all ranks.
 
         Args:
             local_down: [rows, w], bf16, fp16, fp32 or fp8; rows at any stride.

@@ -91,14 +91,14 @@ class Collectives(Calls):
 
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
 
-    def run(self, collective: Collective, *tensors: torch.Tensor, out: Any = None) -> Any:
-        """Run a plugin, registered or not.
+    def run(self, collective: Collective | str, *tensors: torch.Tensor, out: Any = None) -> Any:
+        """Run a plugin, registered or not, or a registered one by its name.
 
         Collective, on the current stream, capturable after `prepare`. Rows 0 on every rank is
         legal.
 
         Args:
-            collective: The plugin.
+            collective: The plugin, or the name of a registered one.
             tensors: Its inputs, on the group's device.
             out: A tensor, or a sequence of them, to write to; allocated if None.
 
@@ -106,11 +106,14 @@ class Collectives(Calls):
             One tensor, or a tuple of them, as the plugin declares.
 
         Raises:
-            InvalidArgumentError: The plugin, or a check of `out`, refuses; nothing was enqueued.
+            InvalidArgumentError: The plugin, or a check of `out`, refuses, or there is none of that
+                name; nothing was enqueued.
             UnsupportedError: The plugin fails, or asks for what its channel does not have.
             BrokenError: The channel failed earlier; the first failure is its cause.
             ClosedError: The channel is closed.
         """
+        if isinstance(collective, str):
+            collective = find(collective).for_inputs(len(tensors))
         check_collective(collective)
         return self._issue(collective, tensors, out)
 

@@ -51,11 +51,17 @@ class CompiledKernel:
 
 DEVICE_MODULES = (
     "all_gather",
+    "argmax_kernels",
     "dsl",
+    "dtypes",
     "fused_kernels",
     "gather_kernels",
+    "lse_kernels",
+    "norm_kernels",
     "primitives",
     "protocol",
+    "reduce",
+    "reduce_kernels",
     "router_kernels",
     "router_rows",
     "row_kernels",

@@ -131,6 +131,16 @@ def gather_heads(shards: Sequence[Tensor]) -> Tensor:
     return _concatenate_bytes(shards, ("rows", "heads", "dim"))
 
 
+def gather_dense(shards: Sequence[Tensor]) -> Tensor:
+    """Put the ranks' shards together along their second dimension, every byte as it was.
+
+    Args:
+        shards: One [rows, width, ...] tensor per rank, in rank order, alike in shape and dtype.
+    """
+    axes = ("rows", "width", *(f"size {i}" for i in range(2, shards[0].ndim)))
+    return _concatenate_bytes(shards, axes)
+
+
 def _by_row(formula: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """Return an elementwise function of values [rows, width]; a row's bits depend on it alone."""
     if values.device.type != "cpu" or values.shape[0] == 0:
@@ -172,7 +182,7 @@ def _check_router_inputs(logits: Tensor, bias: Tensor | None, spec: RouterSpec) 
         )
 
 
-def _concatenate_bytes(shards: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
+def _concatenate_bytes(shards: Sequence[Tensor], axes: Sequence[str]) -> Tensor:
     """Concatenate along axis 1. As bytes, because torch's support of fp8 is patchy."""
     wanted = f"pass one [{', '.join(axes)}] tensor per rank, alike in shape, dtype and device"
     if not shards:

@@ -196,7 +196,8 @@ def rank_in_others(
         own: Which of them holds the candidate.
         rank: Its place there.
         image: Of the candidate.
-        length: Of a list. kept: How many of the contest go on.
+        length: Of a list.
+        kept: How many of the contest go on.
     """
     count = PLACES // length
     below = num.select(image != Uint32(0), image - Uint32(1), Uint32(0))

@@ -124,6 +124,8 @@ def rsqrt_approx_ftz_f32(a: int) -> int:
 def compare(how: str, a: int, b: int) -> int:
     x, y = value(a), value(b)
     unordered = math.isnan(x) or math.isnan(y)
+    if how in ("num", "nan"):
+        return int(unordered == (how == "nan"))
     if unordered:
         return int(how.endswith("u") and how != "u" and len(how) == 3)
     how = how[:2]
@@ -156,6 +158,14 @@ def cvt_rn_bf16_f32(a: int) -> int:
     if math.isnan(value(a)):
         return 0x7FFF
     return ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) & 0xFFFF
+
+
+def cvt_rn_bf16x2_f32(high: int, low: int) -> int:
+    return cvt_rn_bf16_f32(high) << 16 | cvt_rn_bf16_f32(low)
+
+
+def cvt_rn_f16x2_f32(high: int, low: int) -> int:
+    return cvt_rn_f16_f32(high) << 16 | cvt_rn_f16_f32(low)
 
 
 def cvt_rn_f16_f32(a: int) -> int:

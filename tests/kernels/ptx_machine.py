@@ -189,21 +189,21 @@ class Program:
         if kind in ("ld", "st", "atom"):
             return self._access(one, kind, kinds, place)
         if kind == "mov" and any("{" in operand for operand in operands):
-            return self._pack(operands)
+            return self._pack(operands, int(kinds[0][1:]))
         target = operands[0]
         return [f"{self._register(target)} = {self._result(kind, kinds, operands[1:])}"]
 
-    def _pack(self, operands: Sequence[str]) -> list[str]:
+    def _pack(self, operands: Sequence[str], width: int) -> list[str]:
+        half = width // 2
         if "{" in operands[0]:
             low, high = self._vector(operands[0])
-            value = self._value(operands[1], 64)
             return [
-                f"V = {value}",
-                f"{self._register(low)} = V & 0xFFFFFFFF",
-                f"{self._register(high)} = V >> 32",
+                f"V = {self._value(operands[1], width)}",
+                f"{self._register(low)} = V & {MASKS[half]}",
+                f"{self._register(high)} = V >> {half}",
             ]
-        low, high = (self._value(half, 32) for half in self._vector(operands[1]))
-        return [f"{self._register(operands[0])} = {low} | ({high} << 32)"]
+        low, high = (self._value(one, half) for one in self._vector(operands[1]))
+        return [f"{self._register(operands[0])} = {low} | ({high} << {half})"]
 
     def _result(self, kind: str, kinds: list[str], sources: Sequence[str]) -> str:
         last = kinds[-1]
