@@ -56,8 +56,9 @@ class RowKeys(DeviceObject):
                 token = begin + item * Int32(per_pack) + Int32(place)
                 key = num.maximum(key, (Uint64(image) << Uint64(32)) | Uint64(~Uint32(token)))
         key = _largest_of_warp(key, WARP)
+        address = self.keys + cute.arch.warp_idx() * Int32(KEY_NBYTES)  # by a shuffle: all lanes
         if self.lane.lane == Int32(0):
-            prim.store_shared_u64(self.keys + cute.arch.warp_idx() * Int32(KEY_NBYTES), key)
+            prim.store_shared_u64(address, key)
         sync_workers()
         for warp in cutlass.range_constexpr(WORKERS // WARP):
             key = num.maximum(key, prim.load_shared_u64(self.keys + Int32(KEY_NBYTES * warp)))

@@ -76,8 +76,8 @@ class NormRows(DeviceObject):
         """Return the sum over the block: lanes 16 to 1 apart, then warp after warp."""
         for step in cutlass.range_constexpr(5):
             value = value + cute.arch.shuffle_sync_bfly(value, 16 >> step)
+        address = self.sums + cute.arch.warp_idx() * Int32(4)  # by a shuffle: all lanes
         if self.lane.lane == Int32(0):
-            address = self.sums + cute.arch.warp_idx() * Int32(4)
             prim.store_shared_u32(address, num.float_bits(value))
         cute.arch.sync_threads()
         total = Float32(0.0)
