@@ -39,6 +39,7 @@ PARTS = (
     ("tests/transport",),
     ("tests/gpu/test_router.py", "tests/gpu/test_bench.py"),
     ("tests/gpu/test_topology.py",),
+    ("tests/gpu/test_collectives.py", "tests/gpu/test_routers.py"),
     ("tests/gpu/test_exact.py",),
 )
 """Test files that run in one process; `check_parts` sees to it that none is left out."""
