@@ -70,7 +70,7 @@ class Rounds:
         harness.settle(world)
 
     def run_captured(self, world) -> None:
-        """Replay one graph per rank, whose inputs are copied in and whose outputs are copied out."""
+        """Replay one graph per rank; inputs are copied in, outputs are copied out."""
         graphs = []
         for group, stream in zip(world.groups, world.streams, strict=True):
             fresh = [tensor.clone() for tensor in self.inputs[0][group.rank]]
