@@ -155,7 +155,8 @@ class RowSelector(DeviceObject):
             image, record = self._candidate(turn * Int32(WORKERS) + self.thread, best, total)
             rank = self.pair.rank_group(image, self.length)
             self._place(group, rank, image, record)
-            self.pair.sync()  # the next turn writes the lists that others still read
+            if cutlass.const_expr(turns > 1):
+                self.pair.sync()  # the next turn writes the lists that others still read
         sync_workers()
         first = 0
         for level in cutlass.range_constexpr(1, len(self.levels.lists)):

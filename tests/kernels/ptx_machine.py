@@ -20,6 +20,7 @@ from typing import Any
 
 import ptx_floats
 from ptx_code import Statement, parse
+from ptx_races import Races
 
 WARP = 32
 MASKS = {16: 0xFFFF, 32: 0xFFFF_FFFF, 64: 0xFFFF_FFFF_FFFF_FFFF}
@@ -101,18 +102,28 @@ class Block:
         self.shared = bytearray(random.Random(index).randbytes(SHARED_BASE + launch.program.shared))
         self.barriers: dict[tuple[int, int], list[Thread]] = {}
         self.warps: list[list[Thread]] = [[] for _ in range(-(-threads // WARP))]
+        self.running = 0
+        self.races = Races(threads) if launch.machine.finds_races else None
 
     def load(self, address: int, nbytes: int) -> int:
         assert SHARED_BASE <= address <= len(self.shared) - nbytes and address % nbytes == 0, (
             address
         )
+        if self.races:
+            self.races.touch(self.running, address, nbytes, False)
         return int.from_bytes(self.shared[address : address + nbytes], "little")
 
     def store(self, address: int, nbytes: int, value: int) -> None:
         assert SHARED_BASE <= address <= len(self.shared) - nbytes and address % nbytes == 0, (
             address
         )
+        if self.races:
+            self.races.touch(self.running, address, nbytes, True)
         self.shared[address : address + nbytes] = value.to_bytes(nbytes, "little")
+
+    def meet(self, threads: Sequence[Thread]) -> None:
+        if self.races:
+            self.races.meet([thread.index for thread in threads])
 
 
 @dataclass
@@ -336,10 +347,12 @@ class Machine:
 
     Args:
         order: Seed of the order in which threads run, or None: as they are numbered.
+        finds_races: Whether an access to shared memory that nothing orders is an error.
     """
 
-    def __init__(self, order: int | None = None) -> None:
+    def __init__(self, order: int | None = None, finds_races: bool = False) -> None:
         self.memory = Memory()
+        self.finds_races = finds_races
         self.order = order
         self.time = 0
 
@@ -353,10 +366,11 @@ class Machine:
         Raises:
             RuntimeError: Threads wait for one another for ever, or took too many turns.
         """
-        every: list[Thread] = []
+        blocks = []
         for launch in launches:
             launch.machine = self
-            every += [t for i in range(launch.grid) for t in Block(launch, i, threads).threads]
+            blocks += [Block(launch, i, threads) for i in range(launch.grid)]
+        every = [thread for block in blocks for thread in block.threads]
         if self.order is not None:
             random.Random(self.order).shuffle(every)
         ready, left = deque(every), len(every)
@@ -372,10 +386,14 @@ class Machine:
             stuck = [t for t in every if t.at >= 0]
             facts = [(t.block.index, t.index, t.wait[:3]) for t in stuck[:5]]
             raise RuntimeError(f"{left} threads wait for ever, among them {facts}")
+        found = sorted(text for block in blocks if block.races for text in block.races.found)
+        if found:
+            raise RuntimeError(f"{len(found)} races in shared memory, among them {found[:3]}")
 
     def _advance(self, thread: Thread) -> bool:
         """Run a thread up to its next wait; return False at its end."""
         thread.wait = ()
+        thread.block.running = thread.index
         functions = thread.block.launch.program.functions
         while thread.at >= 0 and not thread.wait:
             thread.at = functions[thread.at](thread.registers, thread, self.memory, thread.block)
@@ -395,6 +413,7 @@ class Machine:
             if len(arrived) < count:
                 return []
             del block.barriers[number, count]
+            block.meet(arrived)
             value = int(all(t.wait[4] for t in arrived))
             for t in arrived:
                 if t.wait[3] is not None:
@@ -407,6 +426,8 @@ class Machine:
         if len({t.wait[:2] for t in warp}) != 1:
             raise RuntimeError(f"a warp meets at several places: {thread.wait[:2]}")
         self._exchange(warp)
+        if thread.wait[0] == "warp":
+            block.meet(warp)
         arrived, block.warps[thread.index // WARP] = warp, []
         return arrived
 

@@ -29,6 +29,7 @@ class World:
 
     Args:
         hosted: Slabs lie in host memory, as far as kernels notice.
+        finds_races: Unordered accesses to shared memory are errors.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class World:
         slot_nbytes: int = 1 << 18,
         order: int | None = None,
         hosted: bool = False,
+        finds_races: bool = False,
     ) -> None:
-        self.machine = Machine(order)
+        self.machine = Machine(order, finds_races)
         self.size = world_size
         self.layout = SlabLayout(slot_nbytes, world_size)
         segment = self.layout.segment_nbytes
