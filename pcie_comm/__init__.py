@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from .kernels.router_spec import KIMI_K3, RouterSpec
     from .local import LocalWorld, local_world
-    from .standalone import kimi_topk16
+    from .standalone import kimi_topk16, router_topk
 
 __version__ = "0.1.0"
 
@@ -72,6 +72,7 @@ __all__ = [
     "kimi_topk16",
     "local_world",
     "register",
+    "router_topk",
 ]
 
 _HOMES = {
@@ -87,7 +88,7 @@ _HOMES = {
     ),
     "kernels.router_spec": ("KIMI_K3", "RouterSpec"),
     "local": ("LocalWorld", "local_world"),
-    "standalone": ("kimi_topk16",),
+    "standalone": ("kimi_topk16", "router_topk"),
 }
 """By module, the public names that are loaded when they are first used."""
 

@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import interop, tracing
+from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError
 from .kernels.launch import LoadedKernel
@@ -83,7 +84,7 @@ def _remember(calls: dict[Any, Call], key: object, call: Call) -> None:
     calls[key] = call
 
 
-class Collectives:
+class Collectives(Calls):
     """The collectives as methods of a group and of a channel.
 
     Tensors may also be arrays of another library (CuPy, NumPy, anything with DLPack); results are
@@ -98,14 +99,14 @@ class Collectives:
     handle: str
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
 
-    def run(self, collective: Collective, *tensors: torch.Tensor, out: Any = None) -> Any:
-        """Run a plugin, registered or not.
+    def run(self, collective: Collective | str, *tensors: torch.Tensor, out: Any = None) -> Any:
+        """Run a plugin, registered or not, or a registered one by its name.
 
         Collective, on the current stream, capturable after `prepare`. Rows 0 on every rank is
         legal.
 
         Args:
-            collective: The plugin.
+            collective: The plugin, or the name of a registered one.
             tensors: Its inputs, on the group's device.
             out: A tensor, or a sequence of them, to write to; allocated if None.
 
@@ -113,11 +114,14 @@ class Collectives:
             One tensor, or a tuple of them, as the plugin declares.
 
         Raises:
-            InvalidArgumentError: The plugin, or a check of `out`, refuses; nothing was enqueued.
+            InvalidArgumentError: The plugin, or a check of `out`, refuses, or there is none of that
+                name; nothing was enqueued.
             UnsupportedError: The plugin fails, or asks for what its channel does not have.
             BrokenError: The channel failed earlier; the first failure is its cause.
             ClosedError: The channel is closed.
         """
+        if isinstance(collective, str):
+            collective = find(collective).for_inputs(len(tensors))
         if is_dynamo_compiling():
             return tracing.call_plugin(self, collective, tensors, out)
         check_collective(collective)
@@ -211,31 +215,6 @@ class Collectives:
             else self._issue(fused_collective(spec), tensors, out)
         )
         return results
-
-
-def fused_collective(spec: RouterSpec) -> Collective:
-    """Return the fused plugin of a router, the same object for the same spec."""
-    if spec is KIMI_K3:
-        return find("all_gather_pair_kimi_topk")  # without the cost of hashing the spec
-    check_spec(spec)
-    if spec not in _fused:
-        from .kernels.all_gather_pair_topk import AllGatherPairTopk
-
-        _fused[spec] = AllGatherPairTopk(spec)
-    return _fused[spec]
-
-
-_fused: dict[RouterSpec, Collective] = {}
-
-
-def check_spec(spec: object) -> None:
-    """Check that `spec=` is a router.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
-    if not isinstance(spec, RouterSpec):
-        raise InvalidArgumentError(f"spec={spec!r} is no RouterSpec; give one, or leave it out")
 
 
 class Channel(Collectives):

@@ -14,6 +14,7 @@ import torch
 
 from . import closing
 from .bootstrap import Bootstrap, agree, compare, open_bootstrap
+from .calls import fused_collective
 from .channel import Channel, Collectives
 from .closing import Estate
 from .config import Config
@@ -29,6 +30,7 @@ from .errors import (
 )
 from .host_engine import HostEngine
 from .kernels.registry import Collective, PlanInfo, check_collective, find
+from .kernels.router_spec import RouterSpec
 from .kernels.store import KernelStore
 from .layout import SlabLayout
 from .meeting import meet
@@ -273,13 +275,13 @@ class PcieDcpGroup(Collectives):
             ) from lost
         return self._open_channel(name)
 
-    def prepare(self, op: str | Collective, rows: int | None = None) -> None:
+    def prepare(self, op: str | Collective | RouterSpec, rows: int | None = None) -> None:
         """Compile or load all that calls of `op` need, so that they can be captured.
 
         Local: ranks need not call it together.
 
         Args:
-            op: Name of a registered collective, or a plugin.
+            op: Name of a registered collective, a plugin, or a router: `all_gather_pair_topk` then.
             rows: Most rows of the calls to come; checked against the capacity.
 
         Raises:
@@ -289,6 +291,8 @@ class PcieDcpGroup(Collectives):
         """
         self._check_open()
         collective = find(op) if isinstance(op, str) else op
+        if isinstance(collective, RouterSpec):
+            collective = fused_collective(collective)
         check_collective(collective)
         if rows is not None:
             self._check_rows(rows, collective.name)

@@ -103,7 +103,7 @@ class ReferenceEngine(ABC):
             finally:
                 self._in_use.release()
         with torch.inference_mode():  # as kernels do: bytes are written, gradients are not tracked
-            results = run_reference(collective, shards, outputs)
+            results = run_reference(collective, self.rank, shards, outputs)
             for output, value in zip(outputs, results, strict=True):
                 output.copy_(value)
 

@@ -1,4 +1,4 @@
-"""kimi_topk16: the router without a group, on CPU or GPU tensors."""
+"""Routers without a group, on CPU or GPU tensors: router_topk, and kimi_topk16 of Kimi K3."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import interop, tracing
-from .channel import Channel, check_spec
+from .calls import router_collective, router_inputs
+from .channel import Channel
 from .config import Config
 from .cuda_engine import CudaEngine
 from .errors import InvalidArgumentError
 from .host_engine import HostEngine
-from .kernels.registry import Collective, PlanInfo
+from .kernels.registry import PlanInfo
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .kernels.store import KernelStore
 from .layout import SlabLayout
 from .transport.base import PeerMap
 
 _lanes: dict[torch.device, Channel] = {}
-_routers: dict[RouterSpec, Collective] = {}
 _opening = threading.Lock()
 
 
@@ -37,11 +37,11 @@ def _lane(device: torch.device) -> Channel:
                 layout = SlabLayout(config.slot_nbytes, 1)
                 engine = HostEngine(0, layout, PeerMap((), ()), "push", config.timeout_s)
             info = PlanInfo(0, 1, "push", 0, config.max_rows, 1)
-            _lanes[device] = Channel("kimi_topk16", info, device, engine)
+            _lanes[device] = Channel("router_topk", info, device, engine)
         return _lanes[device]
 
 
-def _device_of(logits: object) -> torch.device:
+def _device_of(logits: object, op: str) -> torch.device:
     """Return where the call runs; what is no tensor is refused there."""
     device = torch.device("cpu")
     if isinstance(logits, torch.Tensor):
@@ -51,7 +51,7 @@ def _device_of(logits: object) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(
             f"router_logits is on device={device}; move it to a CPU or a CUDA device",
-            op="kimi_topk16",
+            op=op,
         )
     return device
 
@@ -62,17 +62,39 @@ def lane_for(logits: object) -> Channel:
     Raises:
         InvalidArgumentError: They are neither on a CPU nor on a CUDA device.
     """
-    return _lane(_device_of(logits))
+    return _lane(_device_of(logits, "kimi_topk16"))
 
 
-def router(spec: RouterSpec) -> Collective:
-    """Return the plugin of a router, the same object for the same spec."""
-    check_spec(spec)
-    if spec not in _routers:
-        from .kernels.router import RouterTopk
+def router_topk(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    spec: RouterSpec,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the experts of each row. No communication.
 
-        _routers[spec] = RouterTopk(spec)
-    return _routers[spec]
+    Stream: torch's current stream. Capture: yes, after one call outside a capture.
+
+    Args:
+        router_logits: [rows, num_experts] fp32, any number of rows at any stride.
+        correction_bias: [num_experts] fp32; None without `spec.bias`.
+        spec: The router; `pcie_comm.kernels.router_presets` has those of published models.
+        out: weights [rows, top_k] fp32 and ids [rows, top_k] int32, contiguous; allocated if None.
+
+    Returns:
+        weights and ids, best expert first; always `top_k` different ids in range.
+
+    Raises:
+        InvalidArgumentError: Shape, dtype, device or stride; nothing was enqueued.
+        CompileError: The kernel is not loaded and the stream is capturing, or does not build.
+
+    Source: the router contract in `pcie_comm.kernels.router_spec`.
+    """
+    router = router_collective(spec)
+    lane = _lane(_device_of(router_logits, router.name))
+    tensors = router_inputs(router, spec, router_logits, correction_bias)
+    weights, ids = lane.issue(router, tensors, out)
+    return weights, ids
 
 
 def kimi_topk16(
@@ -107,6 +129,4 @@ def kimi_topk16(
         )
         weights, ids = tracing.give("kimi_topk16", results, out)
         return weights, ids
-    lane = lane_for(router_logits)
-    weights, ids = lane.issue(router(spec), (router_logits, correction_bias), out)
-    return weights, ids
+    return router_topk(router_logits, correction_bias, spec, out)

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from . import tracing
-from .channel import Channel, fused_collective
+from .calls import fused_collective, router_collective
+from .channel import Channel
 from .kernels import registry
 from .kernels.registry import Collective, TensorMeta
 from .kernels.router_spec import KIMI_K3, RouterSpec
-from .standalone import lane_for, router
+from .standalone import lane_for
 from .tensors import torch_dtype
 from .tracing import resolve
 
@@ -68,7 +69,7 @@ class _Operator:
     def _found(self, args: tuple[Any, ...], numerics: str) -> tuple[Channel, Collective, Any]:
         """Return who serves a call, the plugin, and the inputs."""
         if self.name == ALONE:
-            return lane_for(args[0]), router(_spec(numerics)), args
+            return lane_for(args[0]), router_collective(_spec(numerics)), args
         lane, tensors = resolve(args[0]), args[1:]
         if self.name == FUSED:
             return lane, fused_collective(_spec(numerics)), tensors

@@ -10,6 +10,7 @@ import torch
 from worlds import bytes_of, small
 
 from pcie_comm import InvalidArgumentError, PcieDcpGroup, local_world
+from pcie_comm.kernels import router_presets
 from pcie_comm.kernels.registry import find
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -98,18 +99,29 @@ KIMI_CALLS = {
         out=(torch.empty(2, 3584).bfloat16(), torch.empty(2, 16), torch.empty(2, 16).long()),
     ),
 }
+GLM = router_presets.GLM_4_5_AIR
+PAIR_TOPK_CALLS = {
+    "no router": lambda g: g.all_gather_pair_topk(DOWN, ROUTER, BIAS, spec=None),
+    "kimi's logits": lambda g: g.all_gather_pair_topk(DOWN, ROUTER, BIAS, spec=GLM),
+    "no bias": lambda g: g.all_gather_pair_topk(DOWN, ROUTER[:, :64], None, spec=GLM),
+    "short bias": lambda g: g.all_gather_pair_topk(DOWN, ROUTER[:, :64], BIAS[:64], spec=GLM),
+    "rows differ": lambda g: g.all_gather_pair_topk(DOWN, ROUTER[:1, :64], BIAS[:128], spec=GLM),
+    "a bias too many": lambda g: g.all_gather_pair_topk(
+        DOWN, ROUTER[:, :64], BIAS[:128], spec=router_presets.QWEN3_MOE
+    ),
+}
 OTHER_CALLS = {
     "heads fp32": lambda g: g.all_gather_heads(HEADS.float()),
     "heads of two dimensions": lambda g: g.all_gather_heads(HEADS[0]),
     "heads apart": lambda g: g.all_gather_heads(torch.randn(2, 4, 8).half()[:, ::2]),
     "no heads": lambda g: g.all_gather_heads(HEADS[:, :0]),
     "run nothing": lambda g: g.run(None, *PAIR),
-    "run a name": lambda g: g.run("all_gather_pair", *PAIR),
+    "run a name of none": lambda g: g.run("all_scatter", *PAIR),
     "run a class": lambda g: g.run(type(find("all_gather_pair")), *PAIR),
     "run a bare object": lambda g: g.run(object(), *PAIR),
     "run without tensors": lambda g: g.run(find("all_gather_pair")),
     "run with one too many": lambda g: g.run(find("all_gather_pair"), *PAIR, PAIR[0]),
-    "prepare unknown": lambda g: g.prepare("all_reduce"),
+    "prepare unknown": lambda g: g.prepare("all_scatter"),
     "prepare nothing": lambda g: g.prepare(None),
     "prepare a number": lambda g: g.prepare(5),
     "prepare a list": lambda g: g.prepare(["all_gather_pair"]),
@@ -126,6 +138,7 @@ WRONG = {
         ("pair", PAIR_CALLS),
         ("out", OUT_CALLS),
         ("kimi", KIMI_CALLS),
+        ("pair topk", PAIR_TOPK_CALLS),
         ("other", OTHER_CALLS),
     )
     for name, call in calls.items()
@@ -225,6 +238,14 @@ def test_settings_of_the_wrong_type_are_refused(config):
 def test_every_public_call_is_in_the_table():
     """A method that is added without its wrong arguments fails here."""
     covered = {"all_gather_pair", "all_gather_heads", "all_gather_pair_kimi_topk", "run", "prepare"}
-    covered |= {"channel", "check", "abort", "describe", "close", "from_bootstrap"}
+    covered |= {
+        "all_gather_pair_topk",
+        "channel",
+        "check",
+        "abort",
+        "describe",
+        "close",
+        "from_bootstrap",
+    }
     public = {name for name in dir(PcieDcpGroup) if not name.startswith("_")}
     assert public == covered

@@ -1,4 +1,9 @@
-"""all_gather_pair_kimi_topk: gather the down row and select 16 experts, in one launch."""
+"""all_gather_pair_topk: gather the down row and select experts, in one launch.
+
+With KIMI_K3 its name is all_gather_pair_kimi_topk. Routers of many experts, of which each has a
+choice of its own, send what each rank selected (fused_kernels.py); others send logits and select
+from whole rows (row_kernels.py).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..layout import LINE_NBYTES
+from ..layout import LINE_NBYTES, MAX_WORLD, STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, pace, split_fused_grid
 from .columns import BLOCK, PACKS, check_columns, column_scalars, pack_width, row_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
-from .router import check_router
+from .router import check_router, is_kimi, is_wide, variant_of
 from .router_spec import KIMI_K3, RouterSpec
 
 if TYPE_CHECKING:
@@ -32,51 +37,116 @@ def expert_groups(num_experts: int, world_size: int) -> tuple[int, int]:
         UnsupportedError: The experts do not divide by the world size.
     """
     for groups in (16, 14):
-        if groups % world_size == 0 and num_experts % groups == 0:
-            return groups // world_size, num_experts // groups
-    raise UnsupportedError(
+        size = num_experts // groups
+        if groups % world_size == 0 and num_experts % (4 * groups) == 0 and size <= 64:
+            return groups // world_size, size
+    raise _indivisible(num_experts, world_size)
+
+
+def _indivisible(num_experts: int, world_size: int) -> UnsupportedError:
+    serving = [str(size) for size in range(1, MAX_WORLD + 1) if num_experts % size == 0]
+    return UnsupportedError(
         f"world_size={world_size} does not serve num_experts={num_experts} "
         f"({num_experts} mod {world_size} = {num_experts % world_size}); "
-        "use 1, 2, 4, 7, 8, 14 or 16 ranks",
+        f"use {', '.join(serving[:-1])} or {serving[-1]} ranks",
         reason=f"{num_experts} experts do not divide by {world_size}",
     )
 
 
 class AllGatherPairTopk(Collective):
-    """down [rows, 3584/W] bf16, router [rows, 896/W] fp32, bias [896] -> down, weights, ids."""
+    """down [rows, w], router [rows, experts/W] fp32, bias [experts] -> down, weights, ids.
 
-    name = "all_gather_pair_kimi_topk"
-    num_inputs = 3
+    A router without a bias takes the first two alone. Kimi K3's down row is [rows, 3584/W] bf16.
+    """
+
     block = BLOCK
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec
+        self.name = "all_gather_pair_kimi_topk" if is_kimi(spec) else "all_gather_pair_topk"
+        self.num_inputs = 3 if spec.bias else 2
 
     def num_outputs(self) -> int:
         return 3
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 13
+        return 13 if is_wide(self.spec) else 14
 
     def check_world_size(self, world_size: int) -> None:
-        expert_groups(self.spec.num_experts, world_size)
+        if is_wide(self.spec):
+            expert_groups(self.spec.num_experts, world_size)
+        elif self.spec.num_experts % world_size:
+            raise _indivisible(self.spec.num_experts, world_size)
 
     def variants(self) -> Sequence[KernelKey]:
+        kinds = ("torch", "vllm") if is_kimi(self.spec) else (variant_of(self.spec),)
         return [
-            KernelKey(self.name, (protocol, pack, numerics))
+            KernelKey(self.name, (protocol, pack, kind))
             for protocol, packs in PACKS.items()
             for pack in packs
-            for numerics in ("torch", "vllm")
+            for kind in kinds
         ]
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan; the scalars are those of fused_kernels.fused_kernel."""
-        down, router, bias = tensors
-        spec, world = self.spec, info.world_size
-        groups, group_size = expert_groups(spec.num_experts, world)
-        check_router(self.name, router, bias, spec.num_experts // world, spec.num_experts)
+        """See Collective.plan; the scalars are those that the kernels state."""
+        self._check(info, tensors)
+        down, router = tensors[:2]
+        spec, world, rows = self.spec, info.world_size, down.shape[0]
+        down_nbytes = rows * row_nbytes(down)
+        if is_wide(spec):
+            groups, group_size = expert_groups(spec.num_experts, world)
+            router_nbytes = rows * groups * LIST_NBYTES
+        else:
+            groups, units = 1, -(-spec.num_experts // world // 2)
+            router_nbytes = align_up(rows * units * 8, STAGED_ALIGNMENT)
+        staged = router_nbytes + down_nbytes
+        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
+        split = split_fused_grid(protocol, rows, groups, down_nbytes, world, info.max_blocks)
+        pack = pack_width(info, protocol, [down])
+        if is_wide(spec):
+            shape = [split.tasks_per_block, groups.bit_length() - 1, group_size]
+        else:
+            peer_shift = max(world - 2, 0).bit_length()
+            shape = [spec.num_experts // world, units, divisor(units), peer_shift]
+        return Plan(
+            op=self.name,
+            outputs=self.output_specs(info, *tensors),
+            kernel=KernelKey(self.name, (protocol, pack, variant_of(spec))),
+            grid=split.router_blocks + split.gather.blocks,
+            scalars=(
+                rows,
+                split.router_blocks,
+                pace(protocol, staged, world, split.gather.blocks, info.limits),
+                split.rows_per_block,
+                *shape,
+                router.strides[0] * router.itemsize,
+                *column_scalars(down, protocol, split.gather.chunks[0], pack),
+            ),
+            staged_nbytes=staged * 2 if protocol == "tagged" else staged,
+            exchanged=(0, 1),
+            facts=(protocol, rows, *self._facts(down), split.router_blocks),
+        )
+
+    def _facts(self, down: TensorMeta) -> tuple[object, ...]:
+        """Return what must be equal on all ranks beside the rows."""
+        kind = variant_of(self.spec)
+        return (kind,) if is_kimi(self.spec) else (kind, down.shape, down.dtype)
+
+    def _check(self, info: PlanInfo, tensors: Sequence[TensorMeta]) -> None:
+        """Check the inputs of a call.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, stride or rows does not fit.
+            UnsupportedError: The experts do not divide by the world size.
+        """
+        self.check_world_size(info.world_size)
+        down, router = tensors[:2]
+        experts, world = self.spec.num_experts, info.world_size
+        bias = tensors[2] if self.spec.bias else None
+        check_router(self.name, router, bias, experts // world, experts)
         check_columns(self.name, "local_down", down, ndim=2, max_rows=info.max_rows)
-        if down.shape[1] != HIDDEN // world or down.dtype != "bfloat16":
+        kimi = is_kimi(self.spec)
+        if kimi and (down.shape[1] != HIDDEN // world or down.dtype != "bfloat16"):
             raise InvalidArgumentError(
                 f"local_down needs shape [rows, {HIDDEN // world}] and dtype bfloat16 "
                 f"(shape={down.shape}, dtype={down.dtype}, world_size={world})",
@@ -87,53 +157,35 @@ class AllGatherPairTopk(Collective):
             raise InvalidArgumentError(
                 f"local_down has rows={rows}, local_router has rows={router.shape[0]}", op=self.name
             )
-        down_nbytes = rows * row_nbytes(down)
-        staged = rows * groups * LIST_NBYTES + down_nbytes
-        protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
-        split = split_fused_grid(protocol, rows, groups, down_nbytes, world, info.max_blocks)
-        pack = pack_width(info, protocol, [down])
-        return Plan(
-            op=self.name,
-            outputs=self.output_specs(info, *tensors),
-            kernel=KernelKey(self.name, (protocol, pack, spec.numerics)),
-            grid=split.router_blocks + split.gather.blocks,
-            scalars=(
-                rows,
-                split.router_blocks,
-                pace(protocol, staged, world, split.gather.blocks, info.limits),
-                split.rows_per_block,
-                split.tasks_per_block,
-                groups.bit_length() - 1,
-                group_size,
-                router.strides[0] * router.itemsize,
-                *column_scalars(down, protocol, split.gather.chunks[0], pack),
-            ),
-            staged_nbytes=staged * 2 if protocol == "tagged" else staged,
-            exchanged=(0, 1),
-            facts=(protocol, rows, spec.numerics, split.router_blocks),
-        )
 
     def output_specs(self, info: PlanInfo, *tensors: TensorMeta) -> tuple[OutputSpec, ...]:
-        rows, top_k = tensors[0].shape[0], self.spec.top_k
+        down, top_k = tensors[0], self.spec.top_k
+        rows = down.shape[0]
         return (
-            OutputSpec((rows, HIDDEN), "bfloat16"),
+            OutputSpec((rows, down.shape[1] * info.world_size), down.dtype),
             OutputSpec((rows, top_k), "float32"),
             OutputSpec((rows, top_k), "int32"),
         )
 
     def kernel(self, key: KernelKey) -> Any:
+        protocol, pack, kind = key.variant
+        how: dict[str, Any] = {"protocol": str(protocol), "pack": int(pack), "threads": self.block}
+        if not is_wide(self.spec):
+            from .row_kernels import gathered_kernel
+
+            return gathered_kernel(self.spec, **how)
         from .fused_kernels import fused_kernel
 
-        protocol, pack, numerics = key.variant
-        spec = replace(self.spec, numerics=str(numerics))
-        return fused_kernel(spec, protocol=str(protocol), pack=int(pack), threads=self.block)
+        spec = replace(self.spec, numerics=str(kind)) if is_kimi(self.spec) else self.spec
+        return fused_kernel(spec, **how)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference import gather_columns, router_topk
 
         down = gather_columns([shard[0] for shard in shards])
         router = gather_columns([shard[1] for shard in shards])
-        return (down, *router_topk(router, shards[0][2], self.spec))
+        bias = shards[0][2] if self.spec.bias else None
+        return (down, *router_topk(router, bias, self.spec))
 
 
 COLLECTIVES = (AllGatherPairTopk(),)

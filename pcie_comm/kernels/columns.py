@@ -18,7 +18,15 @@ BLOCK = 288
 GATHERED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
-def check_columns(op: str, label: str, meta: TensorMeta, *, ndim: int, max_rows: int) -> None:
+def check_columns(
+    op: str,
+    label: str,
+    meta: TensorMeta,
+    *,
+    ndim: int,
+    max_rows: int,
+    dtypes: Sequence[str] = GATHERED_DTYPES,
+) -> None:
     """Check what every gathered tensor must be.
 
     Raises:
@@ -27,9 +35,9 @@ def check_columns(op: str, label: str, meta: TensorMeta, *, ndim: int, max_rows:
     facts = f"shape={meta.shape}, dtype={meta.dtype}, strides={meta.strides}"
     if len(meta.shape) != ndim:
         raise InvalidArgumentError(f"{label} needs {ndim} dimensions ({facts})", op=op)
-    if meta.dtype not in GATHERED_DTYPES:
+    if meta.dtype not in dtypes:
         raise InvalidArgumentError(
-            f"{label} has an unsupported dtype ({facts}); use one of {', '.join(GATHERED_DTYPES)}",
+            f"{label} has an unsupported dtype ({facts}); use one of {', '.join(dtypes)}",
             op=op,
         )
     if meta.shape[0] > max_rows:
@@ -79,9 +87,13 @@ def gather_variants(op: str) -> list[KernelKey]:
 
 
 def plan_gather(
-    op: str, info: PlanInfo, tensors: Sequence[TensorMeta], outputs: tuple[OutputSpec, ...]
+    op: str,
+    info: PlanInfo,
+    tensors: Sequence[TensorMeta],
+    outputs: tuple[OutputSpec, ...],
+    kind: tuple[int, ...] = (),
 ) -> Plan:
-    """Plan a gather of `tensors`, staged one behind the other.
+    """Plan a gather of `tensors`, staged one behind the other. `kind` ends the kernel's variant.
 
     Raises:
         InvalidArgumentError: Rows differ.
@@ -108,7 +120,7 @@ def plan_gather(
     return Plan(
         op=op,
         outputs=outputs,
-        kernel=KernelKey(op, (protocol, pack)),
+        kernel=KernelKey(op, (protocol, pack, *kind)),
         grid=grid.blocks,
         scalars=(rows, paced, *(scalar for scalars in per_tensor for scalar in scalars)),
         staged_nbytes=staged * 2 if protocol == "tagged" else staged,

@@ -142,7 +142,7 @@ class RouterBlock(DeviceObject):
         for first in cutlass.range(rows.first_task, rows.last_task, QUARTERS, unroll=1):
             task = first + self.pair.index
             if task < rows.last_task:
-                image, record = judge(logit, bias, own + self._expert(task), self.spec.numerics)
+                image, record = judge(logit, bias, own + self._expert(task), self.spec)
                 image = num.select(self._seated(), image, Uint32(0))
                 rank = self.pair.rank_group(image)
                 place_record(self.pair.records, rank, record)
@@ -216,7 +216,7 @@ class RouterBlock(DeviceObject):
                 sync_workers()
             if cute.arch.warp_idx() == Int32(0):
                 if (ok & there) != Uint32(0):
-                    offset = num.wide(row) * (TOP_K * 4)
+                    offset = num.wide(row) * (self.spec.top_k * 4)
                     lane = cute.arch.lane_idx()
                     emit(final.records, lane, rows.weights + offset, rows.ids + offset, self.spec)
         return late

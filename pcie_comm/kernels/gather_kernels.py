@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from ..layout import STAGED_ALIGNMENT
 from .all_gather import NUM_SCALARS, ColumnGather, Columns
-from .protocol import WARP, Lane, LaneArgs, Staging, no_wait
+from .protocol import WARP, Lane, LaneArgs, Staging, merge_waits, no_wait
 from .tagged import TaggedGather
 
 
@@ -30,7 +30,7 @@ def columns_of(count: int, lane: Lane, tensors: tuple, scalars: tuple) -> list[C
 def gather_kernel(count: int, *, protocol: str, pack: int, threads: int) -> Any:
     """Return the kernel that gathers `count` tensors; its scalars: see columns_of."""
     if protocol == "tagged":
-        return _tagged_kernel(count, pack, threads)
+        return (_tagged_kernel if count <= 2 else _tagged_kernel_of_many)(count, pack, threads)
 
     @cute.kernel
     def gather(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
@@ -72,3 +72,30 @@ def _tagged_kernel(count: int, pack: int, threads: int) -> Any:
         lane.leave(late)
 
     return gather_tagged
+
+
+def _tagged_kernel_of_many(count: int, pack: int, threads: int) -> Any:
+    """Tensor after tensor: all are pushed before the first one is awaited."""
+
+    @cute.kernel
+    def gather_many_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
+        lane = Lane(args, threads, tagged=True)
+        columns = columns_of(count, lane, tensors, scalars)
+        gathers = [TaggedGather(lane, (c,), lane.block, pack) for c in columns]
+        lane.enter()
+        patient = Int32(scalars[1])
+        late = no_wait()
+        if lane.thread >= Int32(threads - WARP):
+            late = lane.watch_flags(patient)
+        else:
+            for i in cutlass.range_constexpr(count):
+                gathers[i].stage(Int32(0))
+            lane.be_patient(patient)
+            ok = lane.ok
+            for i in cutlass.range_constexpr(count):
+                ok, wait = gathers[i].collect_next(ok, i == 0)
+                ok = ok & Uint32(wait.code == Uint32(0))
+                late = merge_waits(late, wait)
+        lane.leave(late)
+
+    return gather_many_tagged

@@ -37,17 +37,18 @@ def make_plan(collective: Collective, info: PlanInfo, tensors: Sequence[TensorMe
 
 def run_reference(
     collective: Collective,
+    rank: int,
     shards: Sequence[Sequence[torch.Tensor]],
     outputs: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Ask a plugin for the results of a call, and check them against the call's outputs.
+    """Ask a plugin for the results of a rank's call, and check them against the call's outputs.
 
     Raises:
         CommError: What the plugin raised of this library's errors.
         UnsupportedError: The plugin raised anything else, or its results are not as planned.
     """
     try:
-        results = collective.reference(shards)
+        results = collective.reference_for(rank, shards)
         returned = [(tuple(value.shape), value.dtype) for value in results]
     except CommError:
         raise

@@ -6,7 +6,7 @@ zero rows. A row's result depends on that row alone, to the bit, whatever the ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from pcie_comm.errors import InvalidArgumentError
 from pcie_comm.kernels.router_spec import RouterSpec
 
 
-def router_topk(logits: Tensor, bias: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+def router_topk(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """Select ``spec.top_k`` experts per row and weigh them.
 
     Args:
         logits: [rows, num_experts] fp32, any strides.
-        bias: [num_experts] fp32, on the device of ``logits``.
+        bias: [num_experts] fp32, on the device of ``logits``; None if the router has none.
         spec: The router; its module states the contract.
 
     Returns:
@@ -31,21 +31,73 @@ def router_topk(logits: Tensor, bias: Tensor, spec: RouterSpec) -> tuple[Tensor,
         InvalidArgumentError: Shape, dtype or device does not fit.
     """
     _check_router_inputs(logits, bias, spec)
-    valid = torch.isfinite(logits) & torch.isfinite(bias)
-    score = torch.where(valid, _sigmoid(logits, spec.numerics), 0.0)
+    valid = torch.isfinite(logits) if bias is None else torch.isfinite(logits) & bias.isfinite()
+    score = torch.where(valid, score_of(logits, spec), 0.0)
     # Only a non-valid expert has -inf. Adding 0 makes -0 a +0: some sorts tell them apart.
-    choice = torch.where(valid, score + bias, float("-inf")) + 0.0
+    choice = torch.where(valid, score if bias is None else score + bias, float("-inf")) + 0.0
+    if spec.groups > 1:
+        valid = valid & _in_best_groups(choice, spec)
+        choice = torch.where(valid, choice, float("-inf"))
+        score = torch.where(valid, score, 0.0)
     # A stable sort keeps equal choices in id order, for the valid and for the non-valid ones.
     ranked = torch.sort(choice, dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : spec.top_k]
     picked = score.gather(1, ids)
-    total = torch.zeros_like(picked[:, 0])
-    for column in picked.unbind(1):
-        total = total + column
-    weights = picked * spec.scale / (total + spec.eps).unsqueeze(1)
+    if spec.score == "softmax_topk":
+        above = _by_row(torch.exp, picked - picked[:, :1])
+        picked = torch.where(valid.gather(1, ids), above, 0.0)
+    weights = _weights(picked, spec)
     if spec.numerics == "vllm":
         weights = torch.where(valid.any(1, keepdim=True), weights, 1.0 / spec.top_k)
     return weights, ids.to(torch.int32)
+
+
+def score_of(logits: Tensor, spec: RouterSpec) -> Tensor:
+    """Return the scores of all experts; what is not finite is left to the caller."""
+    if spec.score == "sigmoid":
+        return _by_row(_sigmoid_from_tanh if spec.numerics == "vllm" else torch.sigmoid, logits)
+    if spec.score == "sqrtsoftplus":
+        return _by_row(lambda row: torch.nn.functional.softplus(row).sqrt(), logits)
+    if spec.score == "softmax":
+        return _softmax(logits)
+    return logits
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over the finite logits, added up in the order of the kernels, see router_rows.py."""
+    finite = logits.isfinite()
+    best = torch.where(finite, logits, float("-inf")).amax(1, keepdim=True)
+    above = torch.where(finite, _by_row(torch.exp, logits - best), 0.0)
+    width = -(-logits.shape[1] // 32) * 32
+    padded = torch.nn.functional.pad(above, (0, width - logits.shape[1]))
+    steps = padded.reshape(len(logits), width // 32, 32)
+    total = torch.zeros_like(steps[:, 0])
+    for step in steps.unbind(1):
+        total = total + step
+    for half in (16, 8, 4, 2, 1):
+        total = total[:, :half] + total[:, half : 2 * half]
+    return above / total
+
+
+def _in_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
+    """Return which experts belong to the groups that stay."""
+    best = choice.reshape(len(choice), spec.groups, -1).sort(dim=-1, descending=True).values
+    score = best[..., 0] + best[..., 1] + 0.0 if spec.bias else best[..., 0]
+    order = score.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk_groups]
+    stays = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
+    return stays.repeat_interleave(spec.num_experts // spec.groups, dim=1)
+
+
+def _weights(picked: Tensor, spec: RouterSpec) -> Tensor:
+    """Return the weights of selected scores, best first; 0 where the divisor is."""
+    if not spec.renormalize and spec.score != "softmax_topk":
+        return picked * spec.scale
+    total = torch.zeros_like(picked[:, 0])
+    for column in picked.unbind(1):
+        total = total + column
+    eps = spec.eps if spec.renormalize else 0.0
+    divisor = (total + eps).unsqueeze(1)
+    return torch.where(divisor > 0, picked * spec.scale / divisor, 0.0)
 
 
 def gather_columns(shards: Sequence[Tensor]) -> Tensor:
@@ -79,39 +131,58 @@ def gather_heads(shards: Sequence[Tensor]) -> Tensor:
     return _concatenate_bytes(shards, ("rows", "heads", "dim"))
 
 
-def _sigmoid(logits: Tensor, numerics: str) -> Tensor:
-    formula = _sigmoid_from_tanh if numerics == "vllm" else torch.sigmoid
-    if logits.device.type != "cpu" or logits.shape[0] == 0:
-        return formula(logits.contiguous())
+def gather_dense(shards: Sequence[Tensor]) -> Tensor:
+    """Put the ranks' shards together along their second dimension, every byte as it was.
+
+    Args:
+        shards: One [rows, width, ...] tensor per rank, in rank order, alike in shape and dtype.
+    """
+    axes = ("rows", "width", *(f"size {i}" for i in range(2, shards[0].ndim)))
+    return _concatenate_bytes(shards, axes)
+
+
+def _by_row(formula: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Return an elementwise function of values [rows, width]; a row's bits depend on it alone."""
+    if values.device.type != "cpu" or values.shape[0] == 0:
+        return formula(values.contiguous())
     # One call per row. Over a batch, torch splits the elements between threads, and the last
     # few of each part take a scalar exp that differs from the vector one by an ulp: in torch
     # 2.13 with 3 threads, 4 of 257 x 896 sigmoids. A row is below the size that is split.
-    return torch.stack([formula(row) for row in logits.contiguous()])
+    return torch.stack([formula(row) for row in values.contiguous()])
 
 
 def _sigmoid_from_tanh(logits: Tensor) -> Tensor:
     return 0.5 * torch.tanh(0.5 * logits) + 0.5
 
 
-def _check_router_inputs(logits: Tensor, bias: Tensor, spec: RouterSpec) -> None:
+def _check_router_inputs(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> None:
     experts = spec.num_experts
-    if logits.ndim != 2 or logits.shape[1] != experts or tuple(bias.shape) != (experts,):
+    wanted = f"fp32 logits [rows, {experts}]"
+    given = f"logits={_describe(logits)}"
+    problem = ""
+    if bias is not None:
+        wanted += f" and fp32 bias [{experts}] on one device"
+        given += f", bias={_describe(bias)}"
+        if tuple(bias.shape) != (experts,):
+            problem = "shape"
+        elif bias.dtype != torch.float32:
+            problem = "dtype"
+        elif logits.device != bias.device:
+            problem = "device"
+    if logits.ndim != 2 or logits.shape[1] != experts:
         problem = "shape"
-    elif logits.dtype != torch.float32 or bias.dtype != torch.float32:
-        problem = "dtype"
-    elif logits.device != bias.device:
-        problem = "device"
-    else:
-        return
-    raise InvalidArgumentError(
-        f"wrong {problem}: logits={_describe(logits)}, bias={_describe(bias)}, "
-        f"num_experts={experts}; pass fp32 logits [rows, {experts}] and fp32 bias [{experts}] "
-        "on one device",
-        op="router_topk",
-    )
+    elif logits.dtype != torch.float32:
+        problem = problem or "dtype"
+    if (bias is not None) != spec.bias:
+        problem = "bias"
+        given = f"bias={'None' if bias is None else _describe(bias)}, spec.bias={spec.bias}"
+    if problem:
+        raise InvalidArgumentError(
+            f"wrong {problem}: {given}, num_experts={experts}; pass {wanted}", op="router_topk"
+        )
 
 
-def _concatenate_bytes(shards: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
+def _concatenate_bytes(shards: Sequence[Tensor], axes: Sequence[str]) -> Tensor:
     """Concatenate along axis 1. As bytes, because torch's support of fp8 is patchy."""
     wanted = f"pass one [{', '.join(axes)}] tensor per rank, alike in shape, dtype and device"
     if not shards:

@@ -2,11 +2,12 @@
 
 A collective says what it needs (`plan`), how the device does it (`kernel`) and what the right
 answer is (`reference`). Slabs, peer addresses, flags, epochs, bounds and graphs are the channel's.
-The four built-in collectives are plugins like any other.
+The built-in collectives are plugins like any other.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import zlib
 from abc import ABC, abstractmethod
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
     import torch
 
 ENTRY_POINT_GROUP = "pcie_comm.collectives"
+
+BUILT_IN_MODULES = (
+    "all_gather_pair",
+    "all_gather_heads",
+    "router",
+    "all_gather_pair_topk",
+    "all_gathers",
+    "all_reduce",
+    "all_reduce_norm",
+    "lse_reduce_scatter",
+    "vocab_argmax",
+)
+"""Modules of this package whose COLLECTIVES are registered."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,19 @@ class Collective(ABC):
                 exchanged are this rank's own in every sequence.
         """
 
+    def reference_for(
+        self, rank: int, shards: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one rank's outputs; for collectives whose outputs differ between ranks.
+
+        `reference` returns those of rank 0 then.
+        """
+        return self.reference(shards)
+
+    def for_inputs(self, count: int) -> Collective:
+        """Return the plugin for a call with `count` tensors, of those that take any number."""
+        return self
+
     def num_outputs(self) -> int:
         """Return the number of tensors a call returns."""
         return 1
@@ -250,10 +277,9 @@ def registered() -> list[Collective]:
 
 
 def load_builtins() -> None:
-    """Register the four plugins that come along."""
-    from . import all_gather_heads, all_gather_pair, all_gather_pair_topk, router
-
-    for module in (all_gather_pair, all_gather_heads, router, all_gather_pair_topk):
+    """Register the plugins that come along."""
+    for name in BUILT_IN_MODULES:
+        module = importlib.import_module(f".{name}", __package__)
         for collective in module.COLLECTIVES:
             if collective.name not in _registered:
                 _add(collective)

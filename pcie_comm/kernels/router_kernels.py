@@ -79,12 +79,12 @@ class Pair(DeviceObject):
             cute.arch.barrier(barrier_id=self.index + Int32(1), number_of_threads=PAIR)
 
     @cute.jit
-    def rank_group(self, image: Uint32) -> Int32:
-        """Levels 1 and 2: return the rank of a lane's candidate in its group."""
+    def rank_group(self, image: Uint32, kept: cutlass.Constexpr = TOP_K) -> Int32:
+        """Levels 1 and 2: return the rank of a lane's candidate in its group, if below `kept`."""
         rank = rank_by_counting(self.keys + self.list * Int32(KEYS_NBYTES), self.seat, image)
         place_image(self.images + self.list * Int32(IMAGES_NBYTES), rank, image)
         self.sync()
-        return rank_in_others(self.images, self.list, rank, image)
+        return rank_in_others(self.images, self.list, rank, image, kept=kept)
 
 
 class Final(DeviceObject):
@@ -144,7 +144,7 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
         expert = pair.index * Int32(size) + pair.list * Int32(width) + pair.seat
         logit = prim.load_f32(logits + row * scalars[0] + num.wide(expert) * 4, seated)
         bias = prim.load_f32(biases + num.wide(expert) * 4, seated)
-        image, record = judge(logit, bias, expert, spec.numerics)
+        image, record = judge(logit, bias, expert, spec)
         rank = pair.rank_group(num.select(seated != Uint32(0), image, Uint32(0)))
         place_image(images + pair.index * Int32(IMAGES_NBYTES), rank, image)
         place_record(records + pair.index * Int32(LIST_NBYTES), rank, record)
@@ -159,7 +159,7 @@ def router_kernel(spec: RouterSpec, threads: int) -> Any:
             rank = rank_in_others(lists, pair.list, pair.seat, image)
             final.enter(pair.index, rank, image)
             sync_workers()
-            offset = row * (TOP_K * 4)
+            offset = row * (spec.top_k * 4)
             outputs = (weights + offset, ids + offset)
             final.finish(pair.index, rank, Candidate(image, record), outputs, Uint32(1), spec)
 

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from .. import layout
 from .primitives import asm
 
 
@@ -51,6 +52,13 @@ def quotient(dividend: Int32, divisor: Int64) -> Int32:
     """Return a non-negative integer divided by what `layout.divisor` made of the divisor."""
     product = Uint64(Uint32(dividend)) * Uint64(Uint32(divisor))
     return Int32(product >> Uint64(divisor >> Int64(32)))
+
+
+def quotient_by(dividend: Int32, divisor: int) -> Int32:
+    """Return a non-negative integer divided by a number that is known when a kernel is compiled."""
+    if divisor & (divisor - 1) == 0:
+        return dividend >> Int32(divisor.bit_length() - 1)
+    return quotient(dividend, Int64(layout.divisor(divisor)))
 
 
 _COUNT = "{{\n.reg .pred p;\nsetp.gt.{} p, $1, $2;\nmov.u32 $0, $3;\n@p add.u32 $0, $0, 1;\n}}"

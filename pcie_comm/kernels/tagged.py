@@ -203,12 +203,19 @@ class TaggedGather(DeviceObject):
             one = self.transfer(flat)
             self.send(one, self.load(one))
 
-    @cute.jit
     def collect(self, ok: Uint32) -> Wait:
         """Wait for this block's units of every peer and write them to the output.
 
         Participants: workers. Nothing is written before the launch is concluded, that is before
         every peer's flag has been seen: the first turn does it. Returns how the waits ended.
+        """
+        return self.collect_next(ok, True)[1]
+
+    @cute.jit
+    def collect_next(self, ok: Uint32, concludes: cutlass.Constexpr) -> tuple:
+        """As `collect`, of one of several gathers: the first one concludes the launch.
+
+        Returns `ok` for the next one, and how the waits ended.
         """
         lane = self.lane
         last = num.maximum(self.total, Int32(1))
@@ -220,7 +227,8 @@ class TaggedGather(DeviceObject):
                 lane, lane.own + self._segment(one.peer, one), one.peer, awaited
             )
             late = merge_waits(late, wait)
-            if begin == Int32(0):
-                ok = lane.conclude(ok, wait)
+            if cutlass.const_expr(concludes):
+                if begin == Int32(0):
+                    ok = lane.conclude(ok, wait)
             self.store(one.peer, one, words, awaited & ok & Uint32(wait.code == Uint32(0)))
-        return late
+        return ok, late

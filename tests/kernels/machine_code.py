@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "kernel_report.py"
-SILENT_OPS = {"kimi_topk16"}
+SILENT_OPS = {"kimi_topk16", "router_topk"}
 
 
 def _load(file: Path):

@@ -12,6 +12,8 @@ from pcie_comm.kernels.all_gather_pair import AllGatherPair
 from pcie_comm.kernels.registry import collectives, find
 
 BUILT_IN = {"all_gather_pair", "all_gather_heads", "kimi_topk16", "all_gather_pair_kimi_topk"}
+BUILT_IN |= {"all_gather", "barrier", "all_reduce", "reduce_scatter", "lse_reduce_scatter"}
+BUILT_IN |= {"all_reduce_rms_norm", "vocab_argmax"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +71,8 @@ def test_an_own_plugin_is_found_by_name():
 
 def test_an_unknown_name_lists_those_that_exist():
     with pytest.raises(InvalidArgumentError) as caught:
-        find("all_reduce")
-    assert "op='all_reduce' is unknown" in str(caught.value)
+        find("all_scatter")
+    assert "op='all_scatter' is unknown" in str(caught.value)
     assert all(name in str(caught.value) for name in BUILT_IN)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pcie_comm.errors import InvalidArgumentError, UnsupportedError
 from pcie_comm.kernels import router_spec
+from pcie_comm.kernels.router_presets import PRESETS
 from pcie_comm.kernels.router_spec import KIMI_K3, RouterSpec
 
 
@@ -38,18 +39,9 @@ def test_a_spec_is_a_value():
 @pytest.mark.parametrize(
     ("field", "value", "supported"),
     [
-        ("num_experts", 384, "896"),
-        ("num_experts", 895, "896"),
-        ("num_experts", 897, "896"),
-        ("num_experts", 1024, "896"),
-        ("top_k", 8, "16"),
-        ("top_k", 17, "16"),
-        ("score", "softmax", "'sigmoid'"),
-        ("groups", 8, "1"),
-        ("bias", False, "True"),
-        ("renormalize", False, "True"),
-        ("scale", 2.5, "1.0"),
-        ("eps", 0.0, "1e-20"),
+        ("num_experts", 1025, "at most 1024"),
+        ("top_k", 33, "at most 32"),
+        ("score", "relu", "'sigmoid' or 'softmax'"),
         ("numerics", "fast", "'torch' or 'vllm'"),
     ],
 )
@@ -62,9 +54,24 @@ def test_a_router_without_a_kernel_is_unsupported(field, value, supported):
     assert supported in caught.value.reason
 
 
+@pytest.mark.parametrize("field", ["bias", "renormalize"])
+def test_a_softmax_of_the_selected_has_no_bias_and_no_sum(field):
+    spec = RouterSpec(128, 4, score="softmax_topk", bias=False, renormalize=False)
+    with pytest.raises(UnsupportedError, match=f"{field}=True"):
+        dataclasses.replace(spec, **{field: True})
+
+
 def test_the_first_field_without_a_kernel_is_named():
-    with pytest.raises(UnsupportedError, match="num_experts=256"):
-        RouterSpec(256, 8, groups=8, topk_groups=4, scale=2.5)
+    with pytest.raises(UnsupportedError, match="num_experts=2048"):
+        RouterSpec(2048, 40, groups=64, topk_groups=4)
+
+
+def test_tokens_name_routers():
+    specs = set(PRESETS.values())
+    specs |= {dataclasses.replace(spec, scale=spec.scale + 1e-7) for spec in specs}
+    specs |= {dataclasses.replace(spec, numerics="vllm") for spec in specs}
+    assert len({spec.token for spec in specs}) == len(specs)
+    assert not any("-" in spec.token or "/" in spec.token for spec in specs)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,16 @@ def test_a_wrong_type_is_invalid(field, value, wanted):
         dataclasses.replace(KIMI_K3, **{field: value})
 
 
+def test_many_groups_are_unsupported():
+    with pytest.raises(UnsupportedError, match=r"groups=64.*at most 32"):
+        RouterSpec(896, 16, groups=64, topk_groups=64)
+
+
+def test_what_groups_cannot_supply_is_invalid():
+    with pytest.raises(InvalidArgumentError, match="at most the experts of topk_groups"):
+        RouterSpec(64, 9, groups=8, topk_groups=1)
+
+
 def test_an_int_is_a_float():
     assert dataclasses.replace(KIMI_K3, scale=1) == KIMI_K3
 
@@ -129,4 +146,4 @@ def test_the_module_needs_neither_torch_nor_cuda():
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
-    assert imported == {"__future__", "dataclasses", "math", "typing", "pcie_comm.errors"}
+    assert imported == {"__future__", "dataclasses", "math", "pcie_comm.errors"}

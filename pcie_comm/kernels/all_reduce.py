@@ -1,0 +1,96 @@
+"""all_reduce and reduce_scatter: sums over ranks, one shot, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .columns import BLOCK, row_nbytes
+from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
+from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Reduction(Collective):
+    """What the two share."""
+
+    num_inputs = 1
+    block = BLOCK
+    scatter = False
+
+    def num_scalars(self, key: KernelKey) -> int:
+        return 7
+
+    def variants(self) -> Sequence[KernelKey]:
+        return reduce_variants(self.name)
+
+    def kernel(self, key: KernelKey) -> Any:
+        from .reduce_kernels import reduce_kernel
+
+        protocol, pack, dtype = key.variant
+        return reduce_kernel(
+            str(dtype),
+            scatter=self.scatter,
+            protocol=str(protocol),
+            pack=int(pack),
+            threads=self.block,
+        )
+
+
+class AllReduce(_Reduction):
+    """[rows, ...] per rank -> the sum over ranks, on every rank, of the same shape and dtype.
+
+    Numbers are added in fp32, rank 0 first, and rounded once: equal bytes on all ranks.
+    """
+
+    name = "all_reduce"
+
+    def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
+        """See Collective.plan."""
+        (local,) = tensors
+        check_reduced(self.name, "local", local, info.max_rows)
+        outputs = (OutputSpec(local.shape, local.dtype),)
+        return plan_reduction(self.name, info, local, outputs, Parts(row_nbytes(local)))
+
+    def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        from .reference_sums import sum_of_ranks
+
+        return (sum_of_ranks([shard[0] for shard in shards]).to(shards[0][0].dtype),)
+
+
+class ReduceScatter(_Reduction):
+    """[rows, W*w, ...] per rank -> rank r gets columns r*w to (r+1)*w of the sum: [rows, w, ...].
+
+    Bytes are those of all_reduce.
+    """
+
+    name = "reduce_scatter"
+    scatter = True
+
+    def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
+        """See Collective.plan."""
+        (local,) = tensors
+        world = info.world_size
+        check_reduced(self.name, "local", local, info.max_rows)
+        width = divided(self.name, "columns", local.shape[1], world)
+        outputs = (OutputSpec((local.shape[0], width, *local.shape[2:]), local.dtype),)
+        parts = Parts(row_nbytes(local) // world, count=world)
+        return plan_reduction(self.name, info, local, outputs, parts)
+
+    def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        return self.reference_for(0, shards)
+
+    def reference_for(
+        self, rank: int, shards: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        from .reference_sums import sum_of_ranks
+
+        local = shards[0][0]
+        width = local.shape[1] // len(shards)
+        parts = [shard[0].narrow(1, rank * width, width) for shard in shards]
+        return (sum_of_ranks(parts).to(local.dtype),)
+
+
+COLLECTIVES = (AllReduce(), ReduceScatter())
