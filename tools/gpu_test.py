@@ -59,7 +59,7 @@ ALONE = (
     Part(("tests/gpu/test_processes.py",)),
     Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_decode_example.py",)),
-    Part(("tests/gpu/test_interop.py", "tests/gpu/test_torch_dist.py")),
+    Part(("tests/gpu/test_torch_arrays.py", "tests/gpu/test_torch_dist.py")),
 )
 """What measures time, or needs the device to itself; one after another."""
 
@@ -68,7 +68,7 @@ TOGETHER = (
     Part(("tests/gpu/test_exact.py",), "not eager"),
     Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
     Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
-    Part(("tests/gpu/test_collectives.py", "tests/gpu/test_routers.py")),
+    Part(("tests/gpu/test_all_collectives.py", "tests/gpu/test_model_routers.py")),
 )
 """What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
 that no file is left out."""
