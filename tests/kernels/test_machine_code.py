@@ -141,4 +141,4 @@ def test_record_has_a_line_per_kernel(codes):
     content = report.record(code.made for code in codes.values())
     text = report.text_of(content)
     assert json.loads(text) == content
-    assert sum('"sm_80": [' in line for line in text.splitlines()) == len(content["kernels"])
+    assert sum('"sm_120a": [' in line for line in text.splitlines()) == len(content["kernels"])

@@ -13,7 +13,7 @@ from machine_code import Kind, report
 from ptx_code import Ptx
 from sass_code import Sass, usage_findings
 
-from pcie_comm import build, policy
+from pcie_comm import policy
 from pcie_comm.calls import fused_collective, router_collective
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels.registry import Collective, KernelKey
@@ -25,7 +25,7 @@ from pcie_comm.layout import align_up
 REGISTERS_PER_UNIT = 65_536
 LARGEST = RouterSpec(1024, 32, score="softmax", groups=16, topk_groups=8)
 WIDE = RouterSpec(960, 8, score="sqrtsoftplus", scale=2.0)
-ARCHS = build.WHEEL_ARCHS
+ARCHS = ("sm_80", "sm_90a", "sm_120a")
 
 
 def findings(plugin: Collective, key: KernelKey, arch: str, cuobjdump: str) -> list[str]:
@@ -58,7 +58,7 @@ def test_stand_alone_kernels_keep_the_rules(name, cuobjdump):
 @pytest.mark.parametrize(
     "spec", [PRESETS["deepseek-v3"], LARGEST, WIDE], ids=["v3", "most", "wide"]
 )
-def test_every_architecture_keeps_the_rules(spec, arch, cuobjdump):
+def test_old_and_new_architectures_keep_the_rules(spec, arch, cuobjdump):
     assert is_wide(spec) == (spec == WIDE)
     for plugin in (router_collective(spec), fused_collective(spec)):
         for key in keys_of(plugin):
