@@ -54,6 +54,7 @@ def test_stand_alone_kernels_keep_the_rules(name, cuobjdump):
         assert findings(plugin, key, "sm_90a", cuobjdump) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec", [PRESETS["deepseek-v3"], LARGEST, WIDE], ids=["v3", "most", "wide"]
