@@ -26,7 +26,10 @@ class Probe(Collective):
     scalars: int = 0
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        raise UnsupportedError(
+        raise self._refusal()
+
+    def _refusal(self) -> UnsupportedError:
+        return UnsupportedError(
             f"{self.name} is no collective; it serves `pcie-comm topo --verify`",
             reason="a probe, no collective",
         )
@@ -41,7 +44,7 @@ class Probe(Collective):
         return 0
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError(f"{self.name} is no collective")
+        raise self._refusal()
 
 
 class Fill(Probe):
