@@ -13,16 +13,19 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import driver
 from .archs import native_arch as arch_of
 from .bench.floors import FLOORS
+from .calls import fused_collective, router_collective
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
 from .kernels import cubin
 from .kernels.registry import Collective, KernelKey, collectives, find
+from .kernels.router_presets import PRESETS
+from .kernels.router_spec import RouterSpec
 from .probe.kernels import PROBES
 
 MAX_WORKERS = 4
@@ -33,10 +36,19 @@ WHEEL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_12
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to build for one architecture."""
+    """One kernel to build for one architecture.
+
+    Attributes:
+        collective: The plugin, if it is not the one that is registered under the key's op.
+    """
 
     key: KernelKey
     arch: str
+    collective: Collective | None = field(default=None, compare=False, repr=False)
+
+    def plugin(self) -> Collective:
+        """Return the plugin that has the kernel."""
+        return self.collective or _plugin(self.key.op)
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,12 @@ def _capability_attributes() -> tuple[object, object]:
 
 
 def jobs(
-    archs: Sequence[str], ops: Sequence[str] = (), *, floors: bool = False, probes: bool = False
+    archs: Sequence[str],
+    ops: Sequence[str] = (),
+    *,
+    floors: bool = False,
+    probes: bool = False,
+    routers: Sequence[RouterSpec] = (),
 ) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
 
@@ -136,6 +153,7 @@ def jobs(
         ops: Names of collectives.
         floors: Also the kernels that only the benchmark runs.
         probes: Also those that only the topology tool runs.
+        routers: Also those of these routers, fused and stand-alone.
 
     Raises:
         InvalidArgumentError: An op is unknown.
@@ -143,14 +161,36 @@ def jobs(
     chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]
-    return [
-        Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
+    families = [member for one in chosen for member in one.family()]
+    families += [make(spec) for spec in routers for make in (router_collective, fused_collective)]
+    found = [
+        Job(key, arch, None if member in chosen else member)
+        for arch in archs
+        for member in families
+        for key in member.variants()
     ]
+    return list(dict.fromkeys(found))  # routers of several models may be one
 
 
 def _plugin(op: str) -> Collective:
     """Return a collective by its name, those of the benchmark and the probes included."""
     return FLOORS.get(op) or PROBES.get(op) or find(op)
+
+
+def resolve_routers(names: Sequence[str]) -> list[RouterSpec]:
+    """Return the routers of the models `names`; `all` is every model that is known.
+
+    Raises:
+        InvalidArgumentError: A model is unknown.
+    """
+    specs = []
+    for name in names:
+        if name != "all" and name not in PRESETS:
+            raise InvalidArgumentError(
+                f"router={name!r} is unknown; choose from all, {', '.join(PRESETS)}"
+            )
+        specs += PRESETS.values() if name == "all" else [PRESETS[name]]
+    return list(dict.fromkeys(specs))
 
 
 def own_jobs(archs: Sequence[str]) -> list[Job]:
@@ -215,7 +255,7 @@ def build(job: Job, folder: Path) -> Built | str:
     """Build and write one kernel; an error is returned as text, which any process can pass on."""
     started = time.perf_counter()
     try:
-        kernel = compiler.build(_plugin(job.key.op), job.key, job.arch)
+        kernel = compiler.build(job.plugin(), job.key, job.arch)
         compiler.write(kernel, folder)
     except (CompileError, InvalidArgumentError) as error:
         return str(error)

@@ -128,6 +128,10 @@ def compile_kernels(
     probes: Annotated[
         bool, typer.Option("--probes", help="Also those that only `pcie-comm topo` runs.")
     ] = False,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(help="Also the router of a model, or of all that are known. Repeatable."),
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Worker processes.", show_default="cores, at most 4")
     ] = None,
@@ -138,7 +142,10 @@ def compile_kernels(
 
         started = time.perf_counter()
         names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
-        todo = build.jobs(build.resolve_archs(names), op or (), floors=floors, probes=probes)
+        routers = build.resolve_routers(router or ())
+        todo = build.jobs(
+            build.resolve_archs(names), op or (), floors=floors, probes=probes, routers=routers
+        )
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started

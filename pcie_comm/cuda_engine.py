@@ -143,9 +143,8 @@ class CudaEngine:
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
             if capturing:
-                remedy = (
-                    f'group.prepare("{plan.op}", rows=...)' if self.status else f"{plan.op} once"
-                )
+                prepare = f"group.prepare({collective.prepared_by()})"
+                remedy = prepare if self.status else f"{plan.op} once"
                 raise CompileError(
                     f"kernel {plan.kernel} is not loaded and the current stream is capturing; "
                     f"call {remedy} before the capture",

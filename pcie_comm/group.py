@@ -29,7 +29,7 @@ from .errors import (
     InvalidArgumentError,
 )
 from .host_engine import HostEngine
-from .kernels.registry import Collective, PlanInfo, check_collective, find
+from .kernels.registry import Collective, PlanInfo, check_collective, find, for_count
 from .kernels.router_spec import RouterSpec
 from .kernels.store import KernelStore
 from .layout import SlabLayout
@@ -275,7 +275,9 @@ class PcieDcpGroup(Collectives):
             ) from lost
         return self._open_channel(name)
 
-    def prepare(self, op: str | Collective | RouterSpec, rows: int | None = None) -> None:
+    def prepare(
+        self, op: str | Collective | RouterSpec, rows: int | None = None, tensors: int | None = None
+    ) -> None:
         """Compile or load all that calls of `op` need, so that they can be captured.
 
         Local: ranks need not call it together.
@@ -283,9 +285,11 @@ class PcieDcpGroup(Collectives):
         Args:
             op: Name of a registered collective, a plugin, or a router: `all_gather_pair_topk` then.
             rows: Most rows of the calls to come; checked against the capacity.
+            tensors: How many tensors a call will take, of an op that takes any number.
 
         Raises:
-            InvalidArgumentError: Unknown op, no plugin, or more rows than `Config.max_rows`.
+            InvalidArgumentError: Unknown op, no plugin, too many tensors, or more rows than
+                `Config.max_rows`.
             UnsupportedError: The op does not serve this world size.
             CompileError: A kernel is missing or does not compile.
         """
@@ -294,6 +298,8 @@ class PcieDcpGroup(Collectives):
         if isinstance(collective, RouterSpec):
             collective = fused_collective(collective)
         check_collective(collective)
+        if tensors is not None:
+            collective = for_count(collective, tensors)
         if rows is not None:
             self._check_rows(rows, collective.name)
         collective.check_world_size(self.world_size)

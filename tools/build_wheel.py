@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT)]
 from pcie_comm import build, cli  # noqa: E402 - a script: it finds the package first
 from pcie_comm.errors import CommError, CompileError  # noqa: E402
 from pcie_comm.kernels import compile as compiler  # noqa: E402
-from pcie_comm.kernels.registry import find  # noqa: E402
 from pcie_comm.kernels.store import PREBUILT_DIR, staleness  # noqa: E402
 
 PACK_TIMEOUT_S = 300.0
@@ -38,7 +37,7 @@ def kept(job: build.Job, folder: Path) -> compiler.CompiledKernel | None:
         return None
     if kernel is None or kernel.dsl != compiler.dsl_version():
         return None
-    return None if staleness(kernel, find(job.key.op)) else kernel
+    return None if staleness(kernel, job.plugin()) else kernel
 
 
 def compile_missing(jobs: Sequence[build.Job], folder: Path, workers: int) -> None:

@@ -31,7 +31,6 @@ sys.path[:0] = [str(ROOT)]
 from pcie_comm import build  # noqa: E402 - a script: it finds the package first
 from pcie_comm.errors import CommError  # noqa: E402
 from pcie_comm.kernels import compile as compiler  # noqa: E402
-from pcie_comm.kernels.registry import find  # noqa: E402
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 DECODE_OPS = ("all_gather_pair", "all_gather_heads", "all_gather_pair_kimi_topk", "kimi_topk16")
@@ -166,7 +165,7 @@ def compile_all(todo: Sequence[build.Job], workers: int, program: str) -> list[M
     """
     context = multiprocessing.get_context("spawn")  # no copy of a DSL that is at work
     with ProcessPoolExecutor(workers, context) as pool, ThreadPoolExecutor(workers) as threads:
-        built = [pool.submit(compiler.build, find(job.key.op), job.key, job.arch) for job in todo]
+        built = [pool.submit(compiler.build, job.plugin(), job.key, job.arch) for job in todo]
         try:
             dumps = [threads.submit(lambda f: dump(f.result().cubin, program), f) for f in built]
             return [

@@ -66,6 +66,9 @@ class AllGatherPairTopk(Collective):
         self.name = "all_gather_pair_kimi_topk" if is_kimi(spec) else "all_gather_pair_topk"
         self.num_inputs = 3 if spec.bias else 2
 
+    def prepared_by(self) -> str:
+        return f'"{self.name}"' if is_kimi(self.spec) else str(self.spec)
+
     def num_outputs(self) -> int:
         return 3
 

@@ -45,6 +45,12 @@ class AllGather(Collective):
             )
         return GATHERS[count]
 
+    def family(self) -> Sequence[Collective]:
+        return tuple(GATHERS.values())
+
+    def prepared_by(self) -> str:
+        return f'"{self.name}", tensors={self.num_inputs}'
+
     def num_outputs(self) -> int:
         return self.num_inputs
 
@@ -100,6 +106,12 @@ class Barrier(AllGather):
 
     def for_inputs(self, count: int) -> Collective:
         return self
+
+    def family(self) -> Sequence[Collective]:
+        return (self,)
+
+    def prepared_by(self) -> str:
+        return f'"{self.name}"'
 
     def variants(self) -> Sequence[KernelKey]:
         narrow = [("push", 4), ("pull", 4), ("push", 1), ("pull", 1), ("tagged", 1)]

@@ -25,7 +25,7 @@ def router_topk(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[
 
     Returns:
         weights [rows, top_k] fp32 and ids [rows, top_k] int32, best first. The scores are summed
-        in selection order, one after the other, so that the sum has one value.
+        in the order of the kernels, see topk.sum_by_halves: the sum has one value everywhere.
 
     Raises:
         InvalidArgumentError: Shape, dtype or device does not fit.
@@ -92,12 +92,21 @@ def _weights(picked: Tensor, spec: RouterSpec) -> Tensor:
     """Return the weights of selected scores, best first; 0 where the divisor is."""
     if not spec.renormalize and spec.score != "softmax_topk":
         return picked * spec.scale
-    total = torch.zeros_like(picked[:, 0])
-    for column in picked.unbind(1):
-        total = total + column
+    total = _sum_by_halves(picked)
     eps = spec.eps if spec.renormalize else 0.0
     divisor = (total + eps).unsqueeze(1)
     return torch.where(divisor > 0, picked * spec.scale / divisor, 0.0)
+
+
+def _sum_by_halves(picked: Tensor) -> Tensor:
+    """Return the sums of rows [rows, width], in the order of topk.sum_by_halves."""
+    half = 1 << max(picked.shape[1] - 1, 1).bit_length() >> 1
+    while half:
+        upper = picked[:, half : 2 * half]
+        lower = picked[:, :half]
+        lower = torch.cat([lower[:, : upper.shape[1]] + upper, lower[:, upper.shape[1] :]], 1)
+        picked, half = lower, half >> 1
+    return picked[:, 0]
 
 
 def gather_columns(shards: Sequence[Tensor]) -> Tensor:

@@ -205,6 +205,17 @@ class Collective(ABC):
         """Return the plugin for a call with `count` tensors, of those that take any number."""
         return self
 
+    def family(self) -> Sequence[Collective]:
+        """Return every plugin of this name that ahead-of-time builds compile, this one or others.
+
+        For collectives that take any number of tensors: one per number.
+        """
+        return (self,)
+
+    def prepared_by(self) -> str:
+        """Return what a user passes to `group.prepare` for this plugin, for messages."""
+        return f'"{self.name}"' if self.registered else f"the plugin {self.name}"
+
     def num_outputs(self) -> int:
         """Return the number of tensors a call returns."""
         return 1
@@ -269,6 +280,22 @@ def check_collective(collective: object) -> None:
         raise InvalidArgumentError(
             f"collective={collective!r} is no named Collective; derive from Collective, set name"
         )
+
+
+def for_count(collective: Collective, count: object) -> Collective:
+    """Return the plugin for calls with `count` tensors.
+
+    Raises:
+        InvalidArgumentError: No number, or the collective takes another.
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InvalidArgumentError(f"tensors={count!r} is no number", op=collective.name)
+    found = collective.for_inputs(count)
+    if found.num_inputs != count:
+        raise InvalidArgumentError(
+            f"tensors={count}, but {collective.name} takes {found.num_inputs}", op=collective.name
+        )
+    return found
 
 
 def registered() -> list[Collective]:
