@@ -223,6 +223,7 @@ class Lane(DeviceObject):
                 prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
                 address = self.own + self._flag_offset(self.thread)
                 wait = self.wait_flag(address, self.thread, Uint32(0))
+        cute.arch.sync_warp()
         wait = _unless(wait, busy)
         all_ok = self.conclude(ok, wait)
         self.give_up(wait)
@@ -298,6 +299,7 @@ class Lane(DeviceObject):
         wait = no_wait()
         if watched and self.ok != Uint32(0):
             wait = self.wait_flag(address, self.lane, Uint32(follows))
+        cute.arch.sync_warp()
         if self.block == Int32(0):
             confirmed = prim.warp_all(wait.code == Uint32(0)) & self.ok
             if self.lane == Int32(0) and confirmed != Uint32(0):
@@ -323,6 +325,8 @@ class Lane(DeviceObject):
     @cute.jit
     def wait_flag(self, address: Int64, peer: Int32, relayed: Uint32) -> Wait:
         """Wait until `peer` raised this call's flag. Participants: one thread.
+
+        Its warp must meet in sync_warp behind it: docs/protocol.md, "Warps meet behind a wait".
 
         Order: acquire at system scope. A relayed flag is given twice the time, so that whoever
         waits for the peer itself is the first to report.

@@ -32,8 +32,8 @@ from .protocol import POLLS_PER_CHECK, WARP, DeviceObject, Lane, Wait, merge_wai
 def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tuple:
     """Wait until a tagged unit carries this epoch; return its data, and how the wait ended.
 
-    Participants: any threads, each with its own unit. Order: data and tag share an 8-byte element;
-    nothing else becomes visible.
+    Participants: whole warps, each thread with its own unit; the warp is together again behind it,
+    see Lane.wait_flag. Order: data and tag share an 8-byte element; nothing else becomes visible.
 
     Args:
         lane: The launch.
@@ -55,6 +55,7 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
             polls = Int32(0)
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
+    cute.arch.sync_warp()
     return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed)
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from machine_code import Instruction, Kind, Program, Role, State, explore, forbidden
+from meeting_rules import meeting_findings
 from order_rules import order_findings
 from sass_values import behind, condition, constant, written
 
@@ -253,4 +254,7 @@ class Sass:
         if strong != len(self.program.places(*known)):
             lost = strong - len(self.program.places(*known))
             findings.append(f"{lost} strong stores without a fence before them")
+        findings += meeting_findings(
+            self.code, lambda place: self._followers(place, None, self._returns)
+        )
         return findings + order_findings(self.program, self.kind)
