@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import driver
@@ -127,7 +127,12 @@ def _capability_attributes() -> tuple[object, object]:
 
 
 def jobs(
-    archs: Sequence[str], ops: Sequence[str] = (), *, floors: bool = False, probes: bool = False
+    archs: Sequence[str],
+    ops: Sequence[str] = (),
+    *,
+    floors: bool = False,
+    probes: bool = False,
+    stats: bool = False,
 ) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
 
@@ -136,16 +141,18 @@ def jobs(
         ops: Names of collectives.
         floors: Also the kernels that only the benchmark runs.
         probes: Also those that only the topology tool runs.
+        stats: Also those that count, which run with `Config.stats`.
 
     Raises:
         InvalidArgumentError: An op is unknown.
     """
     chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    counting = [one for one in chosen if stats and one.communicates]
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]
-    return [
-        Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
-    ]
+    keys = [key for collective in chosen for key in collective.variants()]
+    keys += [replace(key, stats=True) for collective in counting for key in collective.variants()]
+    return [Job(key, arch) for arch in archs for key in keys]
 
 
 def _plugin(op: str) -> Collective:

@@ -128,6 +128,9 @@ def compile_kernels(
     probes: Annotated[
         bool, typer.Option("--probes", help="Also those that only `pcie-comm topo` runs.")
     ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also those that count, for Config.stats.")
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Worker processes.", show_default="cores, at most 4")
     ] = None,
@@ -138,7 +141,8 @@ def compile_kernels(
 
         started = time.perf_counter()
         names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
-        todo = build.jobs(build.resolve_archs(names), op or (), floors=floors, probes=probes)
+        extra = {"floors": floors, "probes": probes, "stats": stats}
+        todo = build.jobs(build.resolve_archs(names), op or (), **extra)
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started

@@ -68,6 +68,7 @@ DEVICE_MODULES = (
     "scalars",
     "tagged",
     "topk",
+    "waits",
 )
 """Modules of this package whose text shapes machine code; so do layout and router_spec."""
 

@@ -55,7 +55,7 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
             polls = Int32(0)
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
-    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed)
+    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed, Uint64(0))
 
 
 def _missing(lane: Lane, unit: tuple) -> Uint32:
