@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .group import PcieDcpGroup
     from .stats import ChannelStats, WaitStats
 
+__all__ = ["StatsCollector", "render", "serve"]
+
 _LABELS = ["channel", "rank"]
 ALL_PEERS = "all"
 """Label `peer` of waits for all peers at once."""
