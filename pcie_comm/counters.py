@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from . import driver
-from .errors import CudaError
+from .errors import ClosedError, CudaError
 from .layout import MAX_WORLD, CountLayout
 from .stats import WORDS, Records
 from .transport.cuda_memory import CudaDevice
@@ -89,9 +89,12 @@ class DeviceCounters:
         """Return a copy of the records, as the device has them now.
 
         Raises:
+            ClosedError: `close` was called.
             CudaError: The context is lost, or the copy does not end within READ_TIMEOUT_S.
         """
         with self._reading, self._device.current(), _relaxed():
+            if not self._pinned:
+                raise ClosedError("the group was closed while its counters were read")
             deadline = time.monotonic() + READ_TIMEOUT_S
             self._finish(deadline)  # of a reading that gave up
             driver.call(

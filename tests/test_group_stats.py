@@ -221,6 +221,8 @@ def test_a_reading_copies_on_a_stream_of_its_own(host):
     reader.close()
     reader.close()
     assert host.pinned == {}
+    with pytest.raises(ClosedError):
+        reader.read()
 
 
 def test_a_reading_that_does_not_end_is_an_error_and_may_be_repeated(host, monkeypatch):

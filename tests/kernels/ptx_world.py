@@ -33,8 +33,12 @@ class World:
     Args:
         hosted: Slabs lie in host memory, as far as kernels notice.
         finds_races: Unordered accesses to shared memory are errors.
-        stats: Kernels count.
+
+    Attributes:
+        stats: Kernels count from now on.
     """
+
+    stats = False
 
     def __init__(
         self,
@@ -46,9 +50,7 @@ class World:
         order: int | None = None,
         hosted: bool = False,
         finds_races: bool = False,
-        stats: bool = False,
     ) -> None:
-        self.stats = stats
         self.machine = Machine(order, finds_races)
         self.size = world_size
         self.layout = SlabLayout(slot_nbytes, world_size)

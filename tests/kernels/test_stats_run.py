@@ -19,6 +19,11 @@ SIZE = 3
 NAME = "all_gather_pair"
 
 
+def counting(world: World) -> World:
+    world.stats = True
+    return world
+
+
 def inputs_of(size: int = SIZE, rows: int = 2) -> list[list[torch.Tensor]]:
     return [[torch.randn(rows, 8).half(), torch.randn(rows, 4).half()] for _ in range(size)]
 
@@ -31,7 +36,7 @@ def same(results, inputs) -> bool:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("hosted", [False, True])
 def test_launches_waits_and_bytes_are_counted(protocol, hosted):
-    world = World(SIZE, protocol, order=5, hosted=hosted, stats=True)
+    world = counting(World(SIZE, protocol, order=5, hosted=hosted))
     for rows in (1, 1, 5):
         inputs = inputs_of(rows=rows)
         assert same(world.call(find(NAME), inputs), inputs)
@@ -50,7 +55,7 @@ def test_launches_waits_and_bytes_are_counted(protocol, hosted):
 
 
 def test_the_fused_kernel_counts():
-    world = World(2, "tagged", stats=True)
+    world = counting(World(2, "tagged"))
     bias = torch.randn(896)
     down, logits = torch.randn(1, 3584).bfloat16(), torch.randn(1, 896)
     shards = zip(down.chunk(2, 1), logits.chunk(2, 1), strict=True)
@@ -64,7 +69,7 @@ def test_the_fused_kernel_counts():
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_late_rank_is_the_slowest(protocol):
     """Rank 2 starts when the others have polled for long: the clock goes on with each look."""
-    world = World(SIZE, protocol, stats=True)
+    world = counting(World(SIZE, protocol))
     inputs = inputs_of()
     world.machine.run = lambda launches, threads: run_late(world, launches, threads)
     world.call(find(NAME), inputs)
@@ -94,7 +99,7 @@ def run_late(world, launches, threads):
 
 
 def test_ranks_with_and_without_counters_match():
-    world = World(2, "push", stats=True)
+    world = counting(World(2, "push"))
     world.call(find(NAME), inputs_of(2))
     world.stats = False
     inputs = inputs_of(2)
@@ -115,7 +120,7 @@ def test_control_a_count_that_is_left_out_is_missed(monkeypatch):
     program_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(waits.prim, "reduce_u64", forgetful)
-        world = World(2, "push", stats=True)
+        world = counting(World(2, "push"))
         world.call(find(NAME), inputs_of(2))
     program_of.cache_clear()
     assert world.read_stats(0).ops == 0
