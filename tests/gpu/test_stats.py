@@ -5,6 +5,7 @@ Kernels come with `pcie-comm compile --stats`, or from the compiler.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from lifetimes import HEADS, PAIR, SMALL, capture_all, enqueue, prepare
 
-from pcie_comm import PeerTimeoutError, local_world
+from pcie_comm import PeerTimeoutError, cuda_engine, local_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -35,13 +36,15 @@ def test_calls_and_replays_are_counted_exactly(protocol, figures):
             harness.run_eager(world, batch)
             assert batch.mismatches() == 0
         assert numbers(world) == [20] * 4
-        graphs = capture_all([harness.make_batch(PAIR, 1, 4, 1) for _ in range(3)], world)
+        captured = [harness.make_batch(PAIR, 1, 4, 1) for _ in range(3)]
+        graphs = capture_all(captured, world)
         assert numbers(world) == [20] * 4, "recording is no operation"
         for _ in range(7):
             for graph, stream in zip(graphs, world.streams, strict=True):
                 with torch.cuda.stream(stream):
                     graph.replay()
         harness.settle(world)
+        assert [batch.mismatches() for batch in captured] == [0] * 3
         for group in world.groups:
             stats = group.stats()["default"]
             assert stats.ops == 20 + 7 * 3
@@ -131,16 +134,12 @@ def test_a_broken_channel_names_whom_it_waited_for():
 
 def test_a_rank_that_counts_matches_one_that_does_not(monkeypatch):
     """Kernels differ, what they exchange does not."""
-    from pcie_comm import cuda_engine
+    opened, numbers_of_engines = cuda_engine.DeviceCounters, itertools.count()
 
-    opened = cuda_engine.DeviceCounters
-    made = []
+    def for_the_first(device, address):
+        return None if next(numbers_of_engines) else opened(device, address)
 
-    def for_rank_0(device, address):
-        made.append(address)
-        return opened(device, address) if len(made) == 1 else None
-
-    monkeypatch.setattr(cuda_engine, "DeviceCounters", for_rank_0)
+    monkeypatch.setattr(cuda_engine, "DeviceCounters", for_the_first)
     with local_world(2, harness.DEVICE, config=COUNTING) as world:
         counting = [g for g in world.groups if g.channel("default").engine.counters is not None]
         assert len(counting) == 1
