@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .kernels.router_spec import KIMI_K3, RouterSpec
     from .local import LocalWorld, local_world
     from .standalone import kimi_topk16, router_topk
+    from .stats import ChannelStats, PeerStats, WaitStats
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "KIMI_K3",
     "BrokenError",
     "BusyError",
+    "ChannelStats",
     "ClosedError",
     "Collective",
     "CommError",
@@ -63,12 +65,14 @@ __all__ = [
     "PeerAbortedError",
     "PeerDiedError",
     "PeerError",
+    "PeerStats",
     "PeerTimeoutError",
     "Plan",
     "PlanInfo",
     "RouterSpec",
     "TensorMeta",
     "UnsupportedError",
+    "WaitStats",
     "kimi_topk16",
     "local_world",
     "register",
@@ -89,6 +93,7 @@ _HOMES = {
     "kernels.router_spec": ("KIMI_K3", "RouterSpec"),
     "local": ("LocalWorld", "local_world"),
     "standalone": ("kimi_topk16", "router_topk"),
+    "stats": ("ChannelStats", "PeerStats", "WaitStats"),
 }
 """By module, the public names that are loaded when they are first used."""
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import driver
@@ -145,6 +145,7 @@ def jobs(
     floors: bool = False,
     probes: bool = False,
     routers: Sequence[RouterSpec] = (),
+    stats: bool = False,
 ) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
 
@@ -154,21 +155,28 @@ def jobs(
         floors: Also the kernels that only the benchmark runs.
         probes: Also those that only the topology tool runs.
         routers: Also those of these routers, fused and stand-alone.
+        stats: Also those that count, which run with `Config.stats`.
 
     Raises:
         InvalidArgumentError: An op is unknown.
     """
     chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    counting = [one for one in chosen if stats and one.communicates]
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]
-    families = [member for one in chosen for member in one.family()]
-    families += [make(spec) for spec in routers for make in (router_collective, fused_collective)]
-    found = [
-        Job(key, arch, None if member in chosen else member)
-        for arch in archs
-        for member in families
+    keys: list[tuple[KernelKey, Collective | None]] = [
+        (key, None) for collective in chosen for key in collective.variants()
+    ]
+    members = [member for one in chosen for member in one.family() if member not in chosen]
+    members += [make(spec) for spec in routers for make in (router_collective, fused_collective)]
+    keys += [(key, member) for member in members for key in member.variants()]
+    keys += [
+        (replace(key, stats=True), None if member in chosen else member)
+        for member in [*counting, *(members if stats else [])]
+        if member.communicates
         for key in member.variants()
     ]
+    found = [Job(key, arch, member) for arch in archs for key, member in keys]
     return list(dict.fromkeys(found))  # routers of several models may be one
 
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import interop, tracing
+from . import interop, ranges, tracing
 from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
-from .errors import BrokenError, ClosedError, InvalidArgumentError
+from .errors import BrokenError, ClosedError, InvalidArgumentError, UnsupportedError
 from .kernels.launch import LoadedKernel
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .policy import explain
 from .reference_engine import ReferenceEngine
+from .stats import ChannelStats, channel_stats
 from .tensors import (
     ForeignError,
     alignment_of,
@@ -293,8 +295,10 @@ class Channel(Collectives):
     def _run_on_host(
         self, call: Call, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        if call.plan.grid and isinstance(self.engine, ReferenceEngine):
-            self.engine.execute(call.collective, call.plan, tensors, outputs)
+        engine = self.engine
+        if call.plan.grid and isinstance(engine, ReferenceEngine):
+            with ranges.around(call.plan.op) if engine.nvtx else nullcontext():
+                engine.execute(call.collective, call.plan, tensors, outputs)
 
     def _planned_call(
         self, collective: Collective, tensors: tuple[torch.Tensor, ...], alignment: int
@@ -388,6 +392,26 @@ class Channel(Collectives):
         staged = plan.staged_nbytes // (2 if protocol == "tagged" else 1)
         received = staged * info.world_size
         return explain(info.protocol, str(protocol), received, info.limits, source)
+
+    def stats(self) -> ChannelStats:
+        """Return what this rank has counted on this channel. Does not synchronise the device.
+
+        Local, from any thread; also of a broken channel.
+
+        Raises:
+            ClosedError: The channel is closed.
+            UnsupportedError: `Config.stats` is off.
+            CudaError: The device did not answer.
+        """
+        self._check_open()
+        rank, counters = self.info.rank, self.engine.counters
+        if counters is None:
+            raise UnsupportedError(
+                "nothing is counted; set Config.stats=True, or PCIE_COMM_STATS=1, on this rank",
+                reason="Config.stats is off",
+                rank=rank,
+            )
+        return channel_stats(self.name, rank, self.info.world_size, counters.read())
 
     def check(self) -> None:
         """Raise what broke the channel, if anything did. Does not synchronise the device.

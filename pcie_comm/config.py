@@ -38,6 +38,8 @@ DEFAULTS: dict[str, tuple[str, Callable[[str], Any], Any]] = {
     "cache_dir": ("PCIE_COMM_CACHE", Path, None),
     "policy_file": ("PCIE_COMM_POLICY", Path, None),
     "advice": ("PCIE_COMM_ADVICE", Path, None),
+    "stats": ("PCIE_COMM_STATS", switch, False),
+    "nvtx": ("PCIE_COMM_NVTX", switch, False),
 }
 """Per field of Config: the variable that sets its default, its type, and the default without it."""
 
@@ -120,6 +122,10 @@ class Config:
         advice: File of `pcie-comm advise --out`, or None: its vetoes are obeyed, and its limits
             where there is no policy file; refused on a machine that it does not fit. Ranks must
             have the same. PCIE_COMM_ADVICE.
+        stats: Count operations and waits, for `PcieDcpGroup.stats`; kernels are other ones then.
+            False, PCIE_COMM_STATS=1 for True. Ranks may differ in it.
+        nvtx: Mark every call on the host as a range for NVIDIA's profilers; False, PCIE_COMM_NVTX=1
+            for True. Ranks may differ in it.
 
     Raises:
         InvalidArgumentError: A value, or a variable, is out of range or of the wrong type.
@@ -136,6 +142,8 @@ class Config:
     cache_dir: Path = _from_env("cache_dir")
     policy_file: Path | None = _from_env("policy_file")
     advice: Path | None = _from_env("advice")
+    stats: bool = _from_env("stats")
+    nvtx: bool = _from_env("nvtx")
 
     def __post_init__(self) -> None:
         for name, most in (("timeout_s", LONGEST_CALL_S), ("setup_timeout_s", 86_400)):
@@ -151,9 +159,9 @@ class Config:
         named: object = self.protocol
         if not isinstance(named, str) or named not in PROTOCOLS:
             raise _unusable("protocol", self.protocol, f"choose one of {', '.join(PROTOCOLS)}")
-        switched: object = self.overlap
-        if not isinstance(switched, bool):
-            raise _unusable("overlap", switched, "give True or False")
+        for name in ("overlap", "stats", "nvtx"):
+            if not isinstance(getattr(self, name), bool):
+                raise _unusable(name, getattr(self, name), "give True or False")
         blocks = self.max_blocks
         if blocks is not None and not (_is_number(blocks, int) and 2 <= blocks <= MAX_BLOCKS):
             raise _unusable("max_blocks", blocks, f"give 2 to {MAX_BLOCKS} blocks, or None")

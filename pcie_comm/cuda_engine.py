@@ -6,12 +6,14 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from . import driver
+from . import driver, ranges
 from .config import Config
+from .counters import DeviceCounters
 from .errors import BusyError, CommError, CompileError, CudaError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.registry import Collective, KernelKey, Plan
@@ -27,6 +29,11 @@ from .watch.cause import Cause
 WRONG_CONTEXT = (201, 400, 709)
 """CUDA_ERROR_INVALID_CONTEXT, INVALID_HANDLE, CONTEXT_IS_DESTROYED: what a launch returns in a
 thread whose current context is not the stream's."""
+
+
+def sent_nbytes(plan: Plan, world_size: int) -> int:
+    """Return the payload that leaves a rank in one call; see ChannelStats."""
+    return plan.staged_nbytes * (world_size - 1)
 
 
 class BoundLaunch(NamedTuple):
@@ -47,7 +54,14 @@ class CudaEngine:
         config: Settings.
         store: Where kernels come from.
         sharers: Ranks of the group that use this device.
+
+    Attributes:
+        counters: None if nothing is counted.
+        nvtx: Whether calls are marked for profilers.
     """
+
+    counters: DeviceCounters | None = None
+    nvtx = False
 
     def __init__(
         self,
@@ -82,6 +96,7 @@ class CudaEngine:
         self._cuda = CudaDevice.at(device.index)
         self.status: StatusRecord | None = None
         self.broken: Sequence[int] = (0,)  # not 0 once the channel is: read before every call
+        self.nvtx = config.nvtx
         if layout is not None and peers is not None:
             with self._cuda.current():
                 self.status = StatusRecord()
@@ -90,6 +105,8 @@ class CudaEngine:
                 self._control = int(driver.call("cuMemAlloc", nbytes))
                 driver.call("cuMemsetD32", self._control, 0, nbytes // 4)
                 self._write_control(layout, peers, config)
+            if config.stats:
+                self.counters = DeviceCounters(self._cuda, self._control + ControlLayout.COUNTS)
             self.broken = self.status.words
 
     def _write_control(self, layout: SlabLayout, peers: PeerMap, config: Config) -> None:
@@ -120,9 +137,15 @@ class CudaEngine:
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Compile or load every kernel a call of `collective` may need under these protocols."""
         others = {"push", "pull", "tagged"} - set(protocols)
-        for key in collective.variants():
+        for plain in collective.variants():
+            key = self._variant(collective, plain)
             if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)
+
+    def _variant(self, collective: Collective, key: KernelKey) -> KernelKey:
+        """Return which kernel runs for a plan's: the one with counters, if there are any."""
+        counts = self.counters is not None and collective.communicates
+        return replace(key, stats=True) if counts else key
 
     def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
         compiled = self.store.get(collective, key, self.capability)
@@ -138,7 +161,8 @@ class CudaEngine:
             CompileError: It is not loaded and the current stream is capturing.
             UnsupportedError: Its grid does not fit the device at once.
         """
-        kernel = self._kernels.get(plan.kernel)
+        key = self._variant(collective, plan.kernel)
+        kernel = self._kernels.get(key)
         if kernel is None:
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -146,12 +170,12 @@ class CudaEngine:
                 prepare = f"group.prepare({collective.prepared_by()})"
                 remedy = prepare if self.status else f"{plan.op} once"
                 raise CompileError(
-                    f"kernel {plan.kernel} is not loaded and the current stream is capturing; "
+                    f"kernel {key} is not loaded and the current stream is capturing; "
                     f"call {remedy} before the capture",
                     rank=self.rank,
                     op=plan.op,
                 )
-            kernel = self._load(collective, plan.kernel)
+            kernel = self._load(collective, key)
         if plan.exchanged:
             self._ops[plan.signature] = plan.op
             with self._cuda.current():
@@ -174,7 +198,8 @@ class CudaEngine:
         ordered: when the current stream changed since the last one, an event makes the new stream
         wait for the old one. Threads take turns, so that none comes between that and the launch.
         """
-        lane = (self._control, self.rank, self.world_size, plan.signature)
+        sent = sent_nbytes(plan, self.world_size) if self.counters else 0
+        lane = (self._control, self.rank, self.world_size, plan.signature, sent)
         arguments = Arguments(lane, addresses, plan.scalars)
         launch, function, block = kernel.entry_point, kernel.function, kernel.block
         index, communicates, grid = self._index, bool(plan.exchanged), plan.grid
@@ -214,7 +239,7 @@ class CudaEngine:
                         return
                 launch_in_context(status)
 
-        return BoundLaunch(enqueue, arguments)
+        return BoundLaunch(ranges.marked(enqueue, plan.op) if self.nvtx else enqueue, arguments)
 
     def _move_to(self, handle: int) -> None:
         """Make the current stream wait for the last one. Requires: `_launching` is held.
@@ -274,6 +299,8 @@ class CudaEngine:
     def close(self) -> None:
         """Give control block and status record back. Requires: `synchronize` came before."""
         control, self._control = self._control, 0
+        if self.counters is not None:
+            self.counters.close()
         with self._cuda.current():
             if control:
                 driver.call("cuMemFree", control)

@@ -93,6 +93,8 @@ class DistEngine(ReferenceEngine):
         route: How to reach the others; owned from here on.
     """
 
+    waits_jointly = True
+
     def __init__(self, rank: int, device: torch.device, timeout_s: float, route: Route) -> None:
         shared = "" if route.inner is None else ", shared inside each host"
         super().__init__(rank, timeout_s, "torch_dist", f"gathered by {route.backend}{shared}")
@@ -164,7 +166,12 @@ class DistEngine(ReferenceEngine):
         times = self.route.times
         times.calls += 1
         times.across_ns += crossed - started
-        times.inside_ns += time.perf_counter_ns() - crossed
+        arrived = time.perf_counter_ns()
+        times.inside_ns += arrived - crossed
+        if self.counters is not None:
+            peers = len(self.route.span.hosts) - 1
+            self.counters.note_call((len(own) - HEADER_NBYTES) * peers)
+            self.counters.note_wait(self.rank, arrived - started)
         span, rows = self.route.span, []
         for rank in range(len(span.hosts)):
             rows.append(shared[span.found(rank, self._host)])

@@ -35,6 +35,9 @@ from .kernels.store import KernelStore
 from .layout import SlabLayout
 from .meeting import meet
 from .policy import protocols_of
+from .ranges import check_nvtx
+from .reference_engine import ReferenceEngine
+from .stats import ChannelStats
 from .transport import load
 from .transport.base import PeerMap, Transport, TransportInfo
 from .watch.cause import Cause
@@ -167,6 +170,8 @@ class PcieDcpGroup(Collectives):
             if watch.span.count > 1:
                 watch.see_far(board_of(self._bootstrap, watch.group))
             self.device = self._terms.device
+            if self.config.nvtx:
+                check_nvtx()
             self._store = KernelStore(self.config.kernels_dir, self.config.cache_dir)
             self._closed = False
             default = self._open_channel("default")
@@ -236,6 +241,8 @@ class PcieDcpGroup(Collectives):
         else:
             sharers = self._terms.sharers
             engine = CudaEngine(self.rank, layout, peers, self.device, config, self._store, sharers)
+        if isinstance(engine, ReferenceEngine):
+            engine.observe(config.stats, config.nvtx)
         engine.peer_state = self._watch.describe
         return engine
 
@@ -327,6 +334,19 @@ class PcieDcpGroup(Collectives):
         self._check_open()
         for channel in self._channels.values():
             channel.check()
+
+    def stats(self) -> dict[str, ChannelStats]:
+        """Return what every channel has counted, by its name. Does not synchronise the device.
+
+        Local, from any thread, whatever the device or a stream is doing; also of a broken channel.
+
+        Raises:
+            ClosedError: The group is closed.
+            UnsupportedError: `Config.stats` is off.
+            CudaError: The device did not answer.
+        """
+        self._check_open()
+        return {name: channel.stats() for name, channel in list(self._channels.items())}
 
     def abort(self) -> None:
         """Make every waiting call of every rank give up, and every later one fail.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .counters import HostCounters
 from .errors import MismatchError, PeerTimeoutError
 from .kernels.registry import Plan
 from .layout import (
@@ -63,11 +64,17 @@ class HostEngine(ReferenceEngine):
             writer = self.rank if push else 0
             self._write(target, self.layout.segment_offset(slot, writer), payload)
         value = flag_value(self.epoch, plan.signature)
+        if self.counters is not None:
+            peers = len(self._bytes) - 1
+            self.counters.note_call(self.payload_nbytes(plan, inputs) * peers)
         with self._fence:  # an atomic read-modify-write: the payload is visible before the flags
             pass
         for peer in range(len(self._bytes)):
             self._flag(peer, slot, self.rank)[0] = value
-        self._await_all(plan, slot, value)
+        if self.counters is None:
+            self._await_all(plan, slot, value)
+        else:
+            self._await_each(plan, slot, value, self.counters)
         with self._fence:
             pass
         shards: list[Sequence[torch.Tensor]] = []
@@ -110,6 +117,26 @@ class HostEngine(ReferenceEngine):
                 if spins > SPINS_BEFORE_SLEEP:
                     self._check_hope(plan, slot, peer, time.monotonic_ns() - started)
                     time.sleep(SLEEP_S)
+
+    def _await_each(self, plan: Plan, slot: int, value: int, counters: HostCounters) -> None:
+        """As `_await_all`, but side by side, so that each wait is timed; a wait in vain counts."""
+        started = time.monotonic_ns()
+        missing = {p: self._flag(self.rank, slot, p) for p in range(len(self._bytes))}
+        spins = 0
+        try:
+            while missing:
+                for peer in [p for p, flag in missing.items() if int(flag[0]) == value]:
+                    del missing[peer]
+                    if peer != self.rank:
+                        counters.note_wait(peer, time.monotonic_ns() - started)
+                spins += 1
+                if missing and spins > SPINS_BEFORE_SLEEP:
+                    elapsed_ns = time.monotonic_ns() - started
+                    self._check_hope(plan, slot, next(iter(missing)), elapsed_ns)
+                    time.sleep(SLEEP_S)
+        finally:
+            for peer in missing:
+                counters.note_wait(peer, time.monotonic_ns() - started)
 
     def _check_hope(self, plan: Plan, slot: int, peer: int, elapsed_ns: int) -> None:
         """Raise if waiting on for `peer` makes no sense."""

@@ -137,6 +137,21 @@ class SlabLayout:
         return self.slot_offset(slot) + writer * self.segment_nbytes
 
 
+class CountLayout:
+    """Offsets inside a record of counters, in bytes; every counter is a u64. Only ever added to.
+
+    What is counted are the waits for one peer, in ns, or the launches of the own rank, in bytes
+    sent. total: their sum. longest: the largest. histogram u64[BUCKETS]: how many were from 2**b to
+    2**(b + 1) - 1; the first bucket also has 0, the last also what is larger.
+    """
+
+    TOTAL = 0
+    LONGEST = 8
+    HISTOGRAM = 16
+    BUCKETS = 32
+    NBYTES = HISTOGRAM + 8 * BUCKETS
+
+
 class ControlLayout:
     """Offsets inside a control block, in bytes. Written by its own rank only.
 
@@ -150,7 +165,8 @@ class ControlLayout:
     words per block, which every launch advances by one: the epoch of the last launch that
     concluded, and of the last that began. A launch that finds its own epoch in the second word
     overlaps with another one. staged u64[MAX_BLOCKS]: the flag of the last launch that a block has
-    staged for, under push and pull.
+    staged for, under push and pull. counts: a record of CountLayout per rank, written by kernels
+    that count; that of the own rank is about launches.
     """
 
     POISON = 0
@@ -167,7 +183,8 @@ class ControlLayout:
     EPOCH_NBYTES = 8
     BEGUN = 4
     STAGED = EPOCHS + align_up(EPOCH_NBYTES * MAX_BLOCKS, LINE_NBYTES)
-    NBYTES = STAGED + align_up(8 * MAX_BLOCKS, LINE_NBYTES)
+    COUNTS = STAGED + align_up(8 * MAX_BLOCKS, LINE_NBYTES)
+    NBYTES = COUNTS + align_up(MAX_WORLD * CountLayout.NBYTES, LINE_NBYTES)
 
 
 class StatusLayout:

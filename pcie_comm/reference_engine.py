@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from .counters import HostCounters
 from .errors import BusyError, CommError
 from .kernels.plan_checks import run_reference
 from .kernels.registry import Collective, Plan
@@ -29,7 +30,12 @@ class ReferenceEngine(ABC):
 
     Attributes:
         protocol, why: What `describe` says of every call.
+        counters: None if nothing is counted.
+        nvtx: Whether calls are marked for profilers.
+        waits_jointly: Calls wait for all peers at once.
     """
+
+    waits_jointly = False
 
     def __init__(self, rank: int, timeout_s: float, protocol: str, why: str) -> None:
         self.rank = rank
@@ -42,6 +48,13 @@ class ReferenceEngine(ABC):
         self._failure: CommError | None = None
         self.broken = [0]  # not 0 once the channel is: read before every call
         self._in_use = threading.Lock()
+        self.counters: HostCounters | None = None
+        self.nvtx = False
+
+    def observe(self, stats: bool, nvtx: bool) -> None:
+        """Count calls and waits from now on, or mark calls for profilers, or both."""
+        self.counters = HostCounters(self.rank, self.waits_jointly) if stats else None
+        self.nvtx = nvtx
 
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:  # noqa: B027
         """Nothing to load: the reference is the kernel."""

@@ -30,6 +30,8 @@ FROM_ENVIRONMENT = {
     "cache_dir": ("some/cache", Path("some/cache")),
     "policy_file": ("some/host.json", Path("some/host.json")),
     "advice": ("some/advice.json", Path("some/advice.json")),
+    "stats": ("1", True),
+    "nvtx": ("1", True),
 }
 
 
@@ -53,6 +55,8 @@ def test_defaults():
         cache_dir=Path("xdg/pcie_comm"),
         policy_file=None,
         advice=None,
+        stats=False,
+        nvtx=False,
     )
 
 

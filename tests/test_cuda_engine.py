@@ -81,7 +81,7 @@ class Fakes:
                 (stream, "launches overlapping", name)
             ),
         )
-        plan = SimpleNamespace(signature=7, exchanged=exchanged, grid=1, scalars=(0,))
+        plan = SimpleNamespace(op="op", signature=7, exchanged=exchanged, grid=1, scalars=(0,))
         return engine.bind(kernel, plan, []).enqueue  # type: ignore[arg-type]
 
 

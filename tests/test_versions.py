@@ -33,6 +33,7 @@ def methods(owner: type) -> set[str]:
 SURFACE = {
     "in `pcie_comm`": set(pcie_comm.__all__),
     "of `PcieDcpGroup`": methods(pcie_comm.PcieDcpGroup),
+    "in `pcie_comm.metrics`": {"StatsCollector", "render", "serve"},
     "of `LocalWorld`": methods(pcie_comm.LocalWorld),
     "fields of `Config`": {field.name for field in dataclasses.fields(pcie_comm.Config)},
     "variables": {variable for variable, _, _ in DEFAULTS.values()},
@@ -49,6 +50,13 @@ def test_the_page_lists_the_public_surface(kind):
 def test_the_api_page_documents_every_public_name():
     listed = re.findall(r"^::: pcie_comm\.(\w+)$", API, re.MULTILINE)
     assert sorted(listed) == sorted(pcie_comm.__all__)
+    exported = set(re.findall(r"^::: pcie_comm\.metrics\.(\w+)$", API, re.MULTILINE))
+    assert exported == SURFACE["in `pcie_comm.metrics`"]
+
+
+def test_metrics_has_what_the_page_lists():
+    metrics = pytest.importorskip("pcie_comm.metrics")
+    assert set(metrics.__all__) == SURFACE["in `pcie_comm.metrics`"]
 
 
 def test_the_page_lists_the_rules_of_the_doctor():

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "kernels")
     options = parser.parse_args(argv)
     routers = list(dict.fromkeys(SPECS.values()))
-    jobs = build.jobs([options.arch], floors=True, probes=True, routers=routers)
+    jobs = build.jobs([options.arch], floors=True, probes=True, stats=True, routers=routers)
     done = build.build_all(jobs, options.out, build.default_workers(), lambda built: None)
     print(f"{len(done)} kernels for {options.arch} in {options.out}")
     return 0

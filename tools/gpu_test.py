@@ -54,7 +54,7 @@ class Part:
 FIRST = Part(("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"))
 ALONE = (
     Part(("tests/gpu/test_graph_lifetimes.py", "tests/gpu/test_full_device.py")),
-    Part(("tests/gpu/test_two_streams.py",)),
+    Part(("tests/gpu/test_two_streams.py", "tests/gpu/test_stats.py")),
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
     Part(("tests/gpu/test_processes.py",)),
     Part(("tests/gpu/test_topology.py",)),

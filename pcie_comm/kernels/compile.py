@@ -68,6 +68,7 @@ DEVICE_MODULES = (
     "scalars",
     "tagged",
     "topk",
+    "waits",
 )
 """Modules of this package whose text shapes machine code; so do layout and router_spec."""
 
@@ -113,7 +114,7 @@ def build(collective: Collective, key: KernelKey, arch: str) -> CompiledKernel:
         raise CompileError(
             f"kernel {key} for {arch} is not built and the CuTe DSL is missing ({error}); "
             f"pip install '{DSL_PACKAGE}[cu13]', or point PCIE_COMM_KERNELS at a folder made by "
-            "`pcie-comm compile`",
+            f"`pcie-comm compile{' --stats' if key.stats else ''}`",
             op=key.op,
         ) from error
     try:

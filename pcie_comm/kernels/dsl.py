@@ -6,7 +6,7 @@ import tempfile
 import threading
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, Uint64, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 
 from . import primitives as prim
@@ -30,7 +30,8 @@ def compile_kernel(collective: Collective, key: KernelKey, arch: str) -> tuple[b
             min_blocks_per_mp=1,  # or ptxas spills on sm_80
         )
 
-    lane = LaneArgs(Int64(0), Int32(0), Int32(0), Uint32(0))
+    signature = Uint64(0) if key.stats else Uint32(0)
+    lane = LaneArgs(Int64(0), Int32(0), Int32(0), signature)
     tensors = (Int64(0),) * (collective.num_inputs + collective.num_outputs())
     scalars = (Int64(0),) * collective.num_scalars(key)
     with _compiling, tempfile.TemporaryDirectory(prefix="pcie_comm.") as folder:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from .. import driver
 from .compile import CompiledKernel
 
-_LANE_FORMAT = "<QiiIxxxx"
+_LANE_FORMAT = "<QiiII"  # the last: bytes sent, the high half of what a kernel that counts reads
 _LANE_OFFSETS = (0, 8, 12, 16)
 _LANE_NBYTES = struct.calcsize(_LANE_FORMAT)
 
@@ -26,7 +26,8 @@ class Arguments:
     The driver copies them during the launch call, so they may be kept and used again.
 
     Args:
-        lane: Control block address, rank, world size, signature.
+        lane: Control block address, rank, world size, signature, bytes sent (for kernels that
+            count; else 0).
         addresses: Of inputs, then outputs.
         scalars: Of the plan.
     """
@@ -34,7 +35,7 @@ class Arguments:
     __slots__ = ("_addresses", "_buffer", "_pointers", "address")
 
     def __init__(
-        self, lane: tuple[int, int, int, int], addresses: Sequence[int], scalars: Sequence[int]
+        self, lane: tuple[int, int, int, int, int], addresses: Sequence[int], scalars: Sequence[int]
     ) -> None:
         layout = f"{_LANE_FORMAT}{len(addresses)}Q{len(scalars)}q"
         packed = struct.pack(layout, *lane, *addresses, *scalars)

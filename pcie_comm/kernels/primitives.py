@@ -9,7 +9,7 @@ prevents:
   line, never through the read-only path.
 
 `signal` and `poll` are the only release and acquire. Peer memory sees plain loads and stores only:
-PCIe peers have no remote atomics. The two atomics here work on this rank's control block.
+PCIe peers have no remote atomics. The atomics here work on this rank's control block.
 """
 
 from __future__ import annotations
@@ -191,9 +191,6 @@ def load_peer_u64(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint64:
 
 # --- tagged units: 8 data bytes and the epoch twice, 16 bytes that arrive as two 8-byte halves ---
 
-UNIT_NBYTES = 16
-UNIT_DATA_NBYTES = 8
-
 
 @dsl_user_op
 def store_unit(
@@ -349,6 +346,17 @@ def replace_u32(
     operands = [Int64(address).ir_value(**at)]
     operands += [Uint32(word).ir_value(**at) for word in (value, enabled)]
     return Uint32(asm(T.i32(), operands, text, "=&r,l,r,r", effects=True, **at))
+
+
+@dsl_user_op
+def reduce_u64(how: str, address: Int64, value: Uint64, *, loc: Any = None, ip: Any = None) -> None:
+    """Raise a word of this rank's control block by `value` ("add"), or to it ("max").
+
+    Order: relaxed at device scope; without an answer. Requires: local memory.
+    """
+    at = {"loc": loc, "ip": ip}
+    operands = [Int64(address).ir_value(**at), Uint64(value).ir_value(**at)]
+    asm(None, operands, f"red.relaxed.gpu.global.{how}.u64 [$0], $1;", "l,l", effects=True, **at)
 
 
 @dsl_user_op

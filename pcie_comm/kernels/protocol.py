@@ -39,6 +39,10 @@ from ..layout import (
 )
 from . import primitives as prim
 from . import scalars as num
+from .waits import Wait as Wait
+from .waits import count, unless
+from .waits import merge_waits as merge_waits
+from .waits import no_wait as no_wait
 
 WARP = 32
 PATIENCE_BARRIER = 15
@@ -72,29 +76,14 @@ class LaneArgs(NamedTuple):
         control: Address of the control block (ControlLayout).
         rank: This rank.
         world_size: Number of ranks.
-        signature: Names operation and shapes (Plan.signature).
+        signature: Names operation and shapes (Plan.signature). In a kernel that counts it has
+            64 bits: the upper half are the bytes that the launch sends.
     """
 
     control: Int64
     rank: Int32
     world_size: Int32
-    signature: Uint32
-
-
-class Wait(NamedTuple):
-    """How a bounded wait ended: `code` 0, or a StatusLayout code with its facts.
-
-    Attributes:
-        code: 0 if the wait succeeded.
-        peer: Rank that was awaited.
-        seen: Flag that was seen last.
-        elapsed: Units of 1,024 ns.
-    """
-
-    code: Uint32
-    peer: Int32
-    seen: Uint64
-    elapsed: Uint32
+    signature: Uint32 | Uint64
 
 
 class Lane(DeviceObject):
@@ -113,6 +102,9 @@ class Lane(DeviceObject):
         segment_nbytes: What one rank may stage under push.
         slot_offset: Offset of this launch's slot in every slab; of its tagged slot if `tagged`.
         relays: 1 if only block 0 looks at the flags of a tagged launch, and tells the others.
+        counts: Whether waits are timed and counted: waits.py. A fact of compilation.
+        waiter: Which rank's flag a thread waits for in `exchange`, if that is a peer. In a kernel
+            that counts it is the last warp that waits: it has the least to collect afterwards.
     """
 
     epoch: Uint32
@@ -128,13 +120,19 @@ class Lane(DeviceObject):
         self.control = args.control
         self.rank = args.rank
         self.world_size = args.world_size
-        self.signature = args.signature
+        self.signature = Uint32(args.signature)
         self.threads = threads
         self.tagged = tagged
         self.thread = cute.arch.thread_idx()[0]
         self.block = cute.arch.block_idx()[0]
         self.grid = cute.arch.grid_dim()[0]
         self.lane = cute.arch.lane_idx()
+        self.counts = isinstance(args.signature, Uint64)
+        self.waiter = self.thread
+        if self.counts:
+            self.sent = args.signature >> Uint64(32)
+            waits = self.thread >= Int32(threads - WARP)
+            self.waiter = num.select(waits, self.thread - Int32(threads - WARP), Int32(WARP))
         self._words = prim.load_v4(self.control)
         self._last_epoch = prim.load_u32(self._epoch_address(self.block))
         self.table = self.peer(self.lane & Int32(MAX_WORLD - 1))
@@ -218,15 +216,17 @@ class Lane(DeviceObject):
             prim.store_u64(self._staged_address(self.block), self.flag)  # see await_turn
         busy = self.begin(last)
         wait = no_wait()
-        if self.thread < self.world_size and self.thread != self.rank:
+        if self.waiter < self.world_size and self.waiter != self.rank:
             if ok != Uint32(0):
-                prim.signal(self.peer(self.thread) + self._flag_offset(self.rank), self.flag)
-                address = self.own + self._flag_offset(self.thread)
-                wait = self.wait_flag(address, self.thread, Uint32(0))
+                prim.signal(self.peer(self.waiter) + self._flag_offset(self.rank), self.flag)
+                address = self.own + self._flag_offset(self.waiter)
+                wait = self.wait_flag(address, self.waiter, Uint32(0))
         cute.arch.sync_warp()
-        wait = _unless(wait, busy)
+        wait = unless(wait, busy)
         all_ok = self.conclude(ok, wait)
         self.give_up(wait)
+        if cutlass.const_expr(self.counts):
+            count(self, self.waiter, ok, wait.took)
         return all_ok
 
     @cute.jit
@@ -242,7 +242,7 @@ class Lane(DeviceObject):
         """
         busy = self.begin(self.lane == Int32(0))
         self.announce()
-        wait = _unless(self.confirm(), busy)
+        wait = unless(self.confirm(), busy)
         self.be_patient(patient)
         return wait
 
@@ -265,6 +265,8 @@ class Lane(DeviceObject):
         self.give_up(wait)
         if self.thread >= Int32(self.threads - WARP):
             prim.block_all(self.ok & Uint32(wait.code == Uint32(0)))
+            if cutlass.const_expr(self.counts):
+                count(self, self.lane, self.ok, wait.took)
 
     def begin(self, noting: cutlass.Boolean) -> Uint32:
         """Note that a launch of this epoch has begun; return CODE_BUSY if one had already, else 0.
@@ -331,6 +333,7 @@ class Lane(DeviceObject):
         Order: acquire at system scope. A relayed flag is given twice the time, so that whoever
         waits for the peer itself is the first to report.
         """
+        began = self.clock()
         seen = ~self.flag
         code = Uint32(0)
         polls = Int32(0)
@@ -345,7 +348,11 @@ class Lane(DeviceObject):
                 code = self.hopeless(elapsed >> relayed)
                 other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
                 code = num.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
-        return Wait(code, peer, seen, elapsed)
+        return Wait(code, peer, seen, elapsed, Uint64(self.clock() - began))
+
+    def clock(self) -> Int64:
+        """Return the time in nanoseconds, in a kernel that counts; else 0."""
+        return prim.global_timer() if self.counts else Int64(0)
 
     def time_since(self, started: Uint32) -> tuple[Uint32, Uint32]:
         """Return when a wait was first timed, and the time since, in units of 1,024 ns."""
@@ -383,22 +390,6 @@ class Lane(DeviceObject):
             prim.store_u32(record + Int64(StatusLayout.ELAPSED), wait.elapsed)
             prim.store_u32(record + Int64(StatusLayout.BLOCK), Uint32(self.block))
             prim.store_host_u32(record + Int64(StatusLayout.CODE), wait.code)
-
-
-def no_wait() -> Wait:
-    """Return the outcome of a wait that a thread does not take part in."""
-    return Wait(Uint32(0), Int32(0), Uint64(0), Uint32(0))
-
-
-def _unless(wait: Wait, code: Uint32) -> Wait:
-    """Return the outcome of a wait, with `code` if it was a success."""
-    return wait._replace(code=num.select(wait.code == Uint32(0), code, wait.code))
-
-
-def merge_waits(first: Wait, second: Wait) -> Wait:
-    """Return the first of two outcomes that gave up, without a branch."""
-    failed = first.code != Uint32(0)
-    return Wait(*(num.select(failed, a, b) for a, b in zip(first, second, strict=True)))
 
 
 class Staging(DeviceObject):

@@ -97,13 +97,15 @@ class KernelKey:
     Attributes:
         op: Name of the collective.
         variant: Compile-time facts in the plugin's own order, for example `("push", 16)`.
+        stats: The same kernel with counters, which `Config.stats` asks for. Plugins leave it alone.
     """
 
     op: str
     variant: tuple[str | int, ...] = ()
+    stats: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.op, *map(str, self.variant)])
+        return "-".join([self.op, *map(str, self.variant), *(["stats"] if self.stats else [])])
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class Collective(ABC):
         block: Threads per block of its kernels.
         device_sources: Files with device code besides the plugin's own; a change in one of them
             makes kernels stale.
+        communicates: Its kernels have peers: they make a Lane, and may count what it does.
         registered: The registry holds this very instance. Set by the registry.
     """
 
@@ -157,6 +160,7 @@ class Collective(ABC):
     num_inputs: int = 1
     block: int = 256
     device_sources: Sequence[Path] = ()
+    communicates: bool = True
     registered: bool = False
 
     @abstractmethod

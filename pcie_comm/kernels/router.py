@@ -80,6 +80,8 @@ class RouterTopk(Collective):
     A router without a bias takes the logits alone.
     """
 
+    communicates = False
+
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec
         self.name = "kimi_topk16" if is_kimi(spec) else "router_topk"

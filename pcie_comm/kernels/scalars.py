@@ -28,6 +28,14 @@ def bits_float(value: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(llvm.bitcast(T.f32(), Uint32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
+@dsl_user_op
+def highest_bit(value: Uint32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Return the place of the highest bit that is set, 0 to 31. Requires: one is."""
+    at = {"loc": loc, "ip": ip}
+    operands = [Uint32(value).ir_value(**at)]
+    return Int32(asm(T.i32(), operands, "bfind.u32 $0, $1;", "=r,r", effects=False, **at))
+
+
 def select(condition: Any, chosen: Any, other: Any) -> Any:
     """Return `chosen` where `condition` holds, else `other`; both are evaluated, no branch."""
     return type(chosen)(cutlass.select_(condition, chosen, other))

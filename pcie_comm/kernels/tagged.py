@@ -56,7 +56,7 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
     cute.arch.sync_warp()
-    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed)
+    return (unit[0], unit[2]), Wait(code, peer, Uint64(0), elapsed, Uint64(0))
 
 
 def _missing(lane: Lane, unit: tuple) -> Uint32:

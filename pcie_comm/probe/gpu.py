@@ -107,7 +107,7 @@ class Gpu:
     ) -> None:
         """Enqueue a launch of a probe's kernel, by default on the own stream."""
         kernel = self.prepare(key)
-        arguments = Arguments((0, rank, 2, 0), addresses, scalars)
+        arguments = Arguments((0, rank, 2, 0, 0), addresses, scalars)
         place = self.stream if stream is None else stream
         size = (grid, 1, 1, kernel.block, 1, 1)
         with self.current():

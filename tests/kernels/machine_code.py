@@ -47,17 +47,20 @@ class Kind:
         communicates: It has peers.
         tagged: They exchange tagged units.
         overlaps: It may be dispatched before its predecessor has ended.
+        counts: It writes down how long it waited.
     """
 
     communicates: bool
     tagged: bool
     overlaps: bool
+    counts: bool = False
 
     @classmethod
     def of(cls, key: str, arch: str) -> Kind:
         op, *variant = key.split("-")
         generation = int(re.match(r"sm_(\d+)", arch)[1])
-        return cls(op not in SILENT_OPS, "tagged" in variant, generation >= 90)
+        counts = "stats" in variant
+        return cls(op not in SILENT_OPS, "tagged" in variant, generation >= 90, counts)
 
 
 class Role(Enum):
@@ -77,6 +80,7 @@ class Role(Enum):
     UNIT_LOAD = "load of a unit"
     CLAIM = "claim of the poison word"
     BEGIN = "note that the launch has begun"
+    COUNT = "reduction of a counter"
     PREDECESSOR = "wait for the predecessor"
     SUCCESSOR = "permission for the successor"
 

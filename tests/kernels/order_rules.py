@@ -22,6 +22,7 @@ def order_findings(program: Program, kind: Kind) -> list[str]:
         late = program.reach(program.after(waits)) & sends
         findings += program.named({"sent only when waiting has begun": late})
         findings += _begin_findings(program)
+        findings += _count_findings(program) if kind.counts else []
     return findings
 
 
@@ -64,6 +65,22 @@ def _begin_findings(program: Program) -> list[str]:
         findings.append(f"{len(noted)} notes that the launch has begun")
     late = program.reach(program.after(program.places(Role.ACQUIRE))) & noted
     return findings + program.named({"begun only when waiting is over": late})
+
+
+COUNTERS = 3
+"""What a lane counts: a sum, the largest, and a bucket of the histogram."""
+
+
+def _count_findings(program: Program) -> list[str]:
+    """Nothing is counted before the barrier that lets the block go on."""
+    counts, barriers = program.places(Role.COUNT), program.places(Role.BARRIER)
+    waits = program.places(Role.ACQUIRE)
+    findings = [] if len(counts) == COUNTERS else [f"{len(counts)} reductions of counters"]
+    early = program.reach(program.after(waits), barriers) & counts
+    unwaited = counts - program.reach(program.after(waits))
+    return findings + program.named(
+        {"counted before the barrier behind the wait": early, "counted without a wait": unwaited}
+    )
 
 
 def _watched(program: Program) -> tuple[set[int], list[str]]:

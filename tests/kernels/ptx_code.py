@@ -33,6 +33,7 @@ STAGED = rf"{WAITING}|ld\.relaxed\.sys\.global\.(v4\.u32|u64|u32|u8)"
 STAGED += r"|st\.release\.sys\.global\.u64"
 TAGGED = rf"{WAITING}|ld\.relaxed\.sys\.global\.u32|st\.relaxed\.sys\.global\.u64"
 TAGGED += rf"|{re.escape(UNIT_STORE)}|{re.escape(UNIT_LOAD)}"
+COUNTING = r"red\.relaxed\.gpu\.global\.(add|max)\.u64"
 OVERLAPPING = r"griddepcontrol\.(wait|launch_dependents)"
 
 ROLES = {
@@ -54,6 +55,7 @@ REGISTER = re.compile(r"%(?!p\d)\w+")
 def allowed(kind: Kind) -> re.Pattern[str]:
     """Return the instructions for memory that a kernel of this kind may have."""
     text = (TAGGED if kind.tagged else STAGED) if kind.communicates else SILENT
+    text += f"|{COUNTING}" if kind.counts else ""
     return re.compile(f"{text}|{OVERLAPPING}" if kind.overlaps else text)
 
 
@@ -210,6 +212,8 @@ class Ptx:
             return ROLES[one.opcode]
         if one.opcode.startswith("ld.relaxed.sys."):
             return Role.RELAXED
+        if re.fullmatch(COUNTING, one.opcode):
+            return Role.COUNT
         if one.opcode.startswith("st.global."):
             return Role.STAGE if self.is_foreign(place) else Role.STORE
         return Role.OTHER

@@ -197,6 +197,8 @@ class Program:
             return [f"return {jump[kind]()}"] if kind in jump else ["pass"]
         if kind in ("bar", "barrier", "shfl", "vote"):
             return self._rendezvous(one, kind, kinds, place)
+        if kind == "red":
+            return self._reduction(kinds, operands)
         if kind in ("ld", "st", "atom"):
             return self._access(one, kind, kinds, place)
         if kind == "mov" and any("{" in operand for operand in operands):
@@ -225,13 +227,9 @@ class Program:
             return f"{a} if {self._value(sources[2], 32)} else {b}"
         if last == "pred":
             values = [self._value(s, 32) for s in sources]
-            if kind == "mov":
-                return f"int({values[0]} != 0)"
-            return (
-                f"1 - {values[0]}"
-                if kind == "not"
-                else f"{values[0]} {OPERATORS[kind]} {values[1]}"
-            )
+            if kind in ("mov", "not"):
+                return f"int({values[0]} != 0)" if kind == "mov" else f"1 - {values[0]}"
+            return f"{values[0]} {OPERATORS[kind]} {values[1]}"
         if kind == "cvt":
             return self._convert(kinds, sources)
         if last.startswith(("f", "bf")):
@@ -258,6 +256,7 @@ class Program:
             "mov": a,
             "not": f"{a} ^ {mask}",
             "neg": f"(-{a}) & {mask}",
+            "bfind": f"({a}.bit_length() - 1) & {mask}",
             "shl": f"(({a} << {rest[0]}) & {mask} if {rest[0]} < {width} else 0)" if rest else "",
             "shr": f"({wide[0]} >> min({rest[0]}, {width - 1 if signed else width})) & {mask}"
             if rest
@@ -314,6 +313,12 @@ class Program:
         if waits(one):
             lines.append(f"T.wait = ('poll',); return {place + 1}")
         return lines
+
+    def _reduction(self, kinds: list[str], operands: Sequence[str]) -> list[str]:
+        how, width = kinds[-2], int(kinds[-1][1:])
+        old, new = f"G.load(A, {width // 8})", self._value(operands[1], width)
+        found = {"add": f"({old} + {new}) & {MASKS[width]}", "max": f"max({old}, {new})"}[how]
+        return [f"A = {self._address(operands[0])}", f"G.store(A, {width // 8}, {found})"]
 
     def _rendezvous(self, one: Statement, kind: str, kinds: list[str], place: int) -> list[str]:
         assert not one.guard, one.text

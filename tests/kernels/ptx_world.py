@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from ptx_machine import Launch, Machine, Program
 
@@ -13,7 +15,8 @@ from pcie_comm.crossovers import VRAM
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels.plan_checks import check_plan, make_plan
 from pcie_comm.kernels.registry import Collective, KernelKey, PlanInfo
-from pcie_comm.layout import ControlLayout, SlabLayout, StatusLayout
+from pcie_comm.layout import MAX_WORLD, ControlLayout, CountLayout, SlabLayout, StatusLayout
+from pcie_comm.stats import WORDS, ChannelStats, Records, channel_stats
 from pcie_comm.tensors import alignment_of, byte_view, meta_of, torch_dtype
 
 ARCH = "sm_80"
@@ -30,7 +33,12 @@ class World:
     Args:
         hosted: Slabs lie in host memory, as far as kernels notice.
         finds_races: Unordered accesses to shared memory are errors.
+
+    Attributes:
+        stats: Kernels count from now on.
     """
+
+    stats = False
 
     def __init__(
         self,
@@ -77,6 +85,14 @@ class World:
             self.controls.append(control)
             self.records.append(record)
 
+    def read_stats(self, rank: int) -> ChannelStats:
+        """Return what a rank has counted."""
+        nbytes = MAX_WORLD * CountLayout.NBYTES
+        address = self.controls[rank] + ControlLayout.COUNTS
+        data, at = self.machine.memory.place(address, nbytes)
+        words = np.frombuffer(bytes(data[at : at + nbytes]), np.uint64)
+        return channel_stats("ptx", rank, self.size, Records(words.reshape(MAX_WORLD, WORDS)))
+
     def _upload(self, tensor: torch.Tensor, label: str) -> int:
         """Copy a tensor with its strides; what lies between its rows is there, too."""
         span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -110,11 +126,14 @@ class World:
                 memory.allocate(out.numel() * out.itemsize, f"output {i} of {rank}")
                 for i, out in enumerate(outputs)
             ]
-            lane = (self.controls[rank], rank, self.size, plan.signature)
+            counts = self.stats and plugin.communicates
+            key = replace(plan.kernel, stats=True) if counts else plan.kernel
+            signature = plan.signature | (plan.staged_nbytes * (self.size - 1) << 32)
+            lane = (self.controls[rank], rank, self.size, signature)
             params = [*lane, *sources, *targets, *plan.scalars]
             assert len(plan.scalars) == plugin.num_scalars(plan.kernel)
             if plan.grid:
-                launches.append(Launch(program_of(plugin, plan.kernel), params, plan.grid))
+                launches.append(Launch(program_of(plugin, key), params, plan.grid))
             results.append((outputs, targets))
         self.machine.run(launches, plugin.block)
         for record in self.records:

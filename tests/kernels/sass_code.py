@@ -35,6 +35,7 @@ STAGED = rf"{SILENT}|LDG\.E(\.U8|\.64|\.128)?\.STRONG\.SYS|STG\.E(\.64)?\.STRONG
 STAGED += rf"|{re.escape(CLAIM)}|{re.escape(BEGIN)}"
 STAGED += rf"|{re.escape(FENCE)}|ERRBAR|CGAERRBAR|{re.escape(INVALIDATE)}"
 TAGGED = rf"{STAGED}|STG\.E\.128\.STRONG\.SYS"
+COUNTING = r"REDG?\.E\.(ADD|MAX)\.64\.STRONG\.GPU"
 OVERLAPPING = "ACQBULK|PREEXIT"
 ROLES = {
     "ACQBULK": Role.PREDECESSOR,
@@ -58,6 +59,7 @@ UNKNOWN_JUMP = re.compile(r"(BRX|JMX|JMP|CALL(?!\.REL\b)|BREAK|RTT|BPT)\b.*")
 def allowed(kind: Kind) -> re.Pattern[str]:
     """Return the instructions for memory that a kernel of this kind may have."""
     text = (TAGGED if kind.tagged else STAGED) if kind.communicates else SILENT
+    text += f"|{COUNTING}" if kind.counts else ""
     return re.compile(f"{text}|{OVERLAPPING}" if kind.overlaps else text)
 
 
@@ -163,6 +165,8 @@ class Sass:
                 return Role.ACQUIRE
             unit = self.kind.tagged and one.opcode == "LDG.E.128.STRONG.SYS"
             return Role.UNIT_LOAD if unit else Role.RELAXED
+        if re.fullmatch(COUNTING, one.opcode):
+            return Role.COUNT
         return Role.STORE if one.opcode.startswith("STG.") else Role.OTHER
 
     def _strong_store(self, place: int) -> Role:

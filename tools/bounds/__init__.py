@@ -1,1 +1,1 @@
-"""What bounded waits and the abort word cost: kernels without them, and a comparison."""
+"""What bounded waits, and counters, cost: kernels without the former, and comparisons."""

@@ -2,11 +2,15 @@
 
 Usage: python tools/bounds build --arch sm_90a --out build/unbounded_kernels
        python tools/bounds measure --kernels build/unbounded_kernels --out build/bounds.json
+       python tools/bounds stats --out build/stats.json
 
-`build` needs the CuTe DSL and no GPU, `measure` a GPU; the kernels with bounds are the library's,
+`stats` compares `Config.stats` on and off in the same way; its kernels are the library's, or those
+that `pcie-comm compile --stats` wrote to the folder `--kernels`.
+
+`build` needs the CuTe DSL and no GPU, the others a GPU; the kernels with bounds are the library's,
 from PCIE_COMM_KERNELS, the wheel, the cache or the compiler. Never leave the other folder where a
-job finds it: a wait of theirs ends with the process if a rank does not come. So does `measure`,
-after `--limit` seconds. Exit code: 1 if an output was wrong.
+job finds it: a wait of theirs ends with the process if a rank does not come. So do `measure` and
+`stats`, after `--limit` seconds. Exit code: 1 if an output was wrong.
 """
 
 from __future__ import annotations
@@ -37,15 +41,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     build = commands.add_parser("build", help="compile the kernels without bounds")
     build.add_argument("--arch", default="sm_90a")
     build.add_argument("--out", type=Path, default=ROOT / "build" / "unbounded_kernels")
-    compare = commands.add_parser("measure", help="compare; needs a GPU")
-    compare.add_argument("--kernels", type=Path, default=ROOT / "build" / "unbounded_kernels")
-    compare.add_argument("--ranks", type=int, nargs="+", default=[2, 16])
-    compare.add_argument("--rows", type=int, default=1)
-    compare.add_argument("--samples", type=int, default=101)
-    compare.add_argument("--ops", type=int, default=64)
-    compare.add_argument("--limit", type=float, default=240.0, help="seconds for everything")
-    compare.add_argument("--out", type=Path)
-    compare.add_argument("--protocol", default="tagged", choices=("tagged", "push", "pull"))
+    bounds = commands.add_parser("measure", help="compare bounds; needs a GPU")
+    bounds.add_argument("--kernels", type=Path, default=ROOT / "build" / "unbounded_kernels")
+    bounds.add_argument("--ranks", type=int, nargs="+", default=[2, 16])
+    stats = commands.add_parser("stats", help="compare counters; needs a GPU")
+    stats.add_argument("--kernels", type=Path, help="default: those of the library")
+    stats.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    for compare in (bounds, stats):
+        compare.add_argument("--rows", type=int, default=1)
+        compare.add_argument("--samples", type=int, default=101)
+        compare.add_argument("--ops", type=int, default=64)
+        compare.add_argument("--limit", type=float, default=240.0, help="seconds for everything")
+        compare.add_argument("--out", type=Path)
+        compare.add_argument("--protocol", default="tagged", choices=("tagged", "push", "pull"))
     return parser.parse_args(argv)
 
 
@@ -61,6 +69,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for ranks in options.ranks:
         setting = compare.Setting(
+            subject="stats" if options.command == "stats" else "bounds",
             ranks=ranks,
             operations=OPERATIONS,
             rows=options.rows,
@@ -76,7 +85,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     provenance.complete(facts, devices[0])
     return {
         "correct": all(row.correct for row in rows),
-        "direction": compare.DIRECTION,
+        "direction": compare.direction(setting.subject),
         "comparisons": compare.comparisons(rows),
         "provenance": facts,
         "rows": [row.as_json() for row in rows],

@@ -1,4 +1,4 @@
-"""Times the operations with bounded waits beside the same without, in one run and in turns."""
+"""Times the operations with bounded waits, or counters, beside the same without, in turns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from pcie_comm.bench.report import Row
 from pcie_comm.bench.worlds import TIMEOUT_S, Worlds, slot_nbytes
 from pcie_comm.local import LocalWorld
 
-ON, OFF = "bounds on", "bounds off"
+ON, OFF = " on", " off"
 OVERLAPPING = ", overlapping"
-DIRECTION = "ratio = time with bounds / time without; 1.01: bounds cost 1 %"
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,23 @@ class Setting:
     """What is compared.
 
     Attributes:
+        subject: `bounds`, or `stats`.
         ranks: World size; all on `device`.
         operations: Names.
         rows: Of a call.
         protocol: Of the groups.
         samples, ops: Timed replays of each side, and operations of each rank in one.
-        kernels: Folder of the kernels without bounds.
+        kernels: Folder of the kernels without bounds; of both sides for `stats`, or None.
     """
 
+    subject: str
     ranks: int
     operations: tuple[str, ...]
     rows: int
     protocol: str
     samples: int
     ops: int
-    kernels: Path
+    kernels: Path | None
     device: str = "cuda:0"
 
 
@@ -63,7 +64,7 @@ def run(setting: Setting) -> list[Row]:
                 contenders.one_launch(name, setting.protocol, world, work)
                 for name, world in worlds.items()
             ]
-            _check_sources(worlds)
+            _check_kernels(setting, worlds)
             template = blank_row(work, Worlds(VRAM, {setting.protocol: one}))
             stage = GraphStage(lanes, setting.ops)
             rows += measure(stage, work, sides, setting.samples, template)
@@ -72,7 +73,7 @@ def run(setting: Setting) -> list[Row]:
 
 @contextlib.contextmanager
 def _worlds(setting: Setting) -> Iterator[dict[str, LocalWorld]]:
-    """Open a world with bounds and one without, plain and overlapping."""
+    """Open a world with the subject and one without, plain and overlapping."""
     with contextlib.ExitStack() as stack:
         worlds = {}
         for overlap in (False, True):
@@ -83,29 +84,49 @@ def _worlds(setting: Setting) -> Iterator[dict[str, LocalWorld]]:
                 slot_nbytes=slot_nbytes(setting.rows, setting.ranks),
                 max_rows=setting.rows,
             )
-            for name, own in ((ON, config), (OFF, replace(config, kernels_dir=setting.kernels))):
+            for side, own in _sides(setting, config).items():
                 opened = local_world(setting.ranks, setting.device, TRANSPORTS[VRAM], own)
-                worlds[name + OVERLAPPING * overlap] = stack.enter_context(opened)
+                name = setting.subject + side + OVERLAPPING * overlap
+                worlds[name] = stack.enter_context(opened)
         yield worlds
+
+
+def _sides(setting: Setting, config: Config) -> dict[str, Config]:
+    """Return the settings of both sides."""
+    if setting.subject == "bounds":
+        return {ON: config, OFF: replace(config, kernels_dir=setting.kernels)}
+    folder = setting.kernels or config.kernels_dir
+    return {side: replace(config, kernels_dir=folder, stats=side == ON) for side in (ON, OFF)}
+
+
+def _check_kernels(setting: Setting, worlds: Mapping[str, LocalWorld]) -> None:
+    """Check that each side has the kernels that were meant."""
+    if setting.subject == "bounds":
+        _check_sources(worlds)
+        return
+    for name, world in worlds.items():
+        kernels: Any = world.groups[0].describe()["kernels"]
+        if {key.endswith("-stats") for key in kernels} != {ON in name}:
+            raise CommError(f"{name}: the kernels are {sorted(kernels)}")
 
 
 def _check_sources(worlds: Mapping[str, LocalWorld]) -> None:
     """Check that worlds without bounds have their kernels from their folder, and the others not."""
     groups = {name: world.groups[0] for name, world in worlds.items()}
-    folder = groups[OFF].config.kernels_dir
+    folder = groups["bounds" + OFF].config.kernels_dir
     for name, group in groups.items():
         found: Any = group.describe()["kernels"]
         theirs = {source == f"ahead of time, {folder}" for source in found.values()}
-        if theirs != {name.startswith(OFF)}:
+        if theirs != {OFF in name}:
             raise CommError(f"{name}: kernels come from {sorted(set(found.values()))}")
 
 
 def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Compare each side with bounds with that without: medians, and sample by sample."""
+    """Compare each side that is on with the other: medians, and sample by sample."""
     sides = {(row.case, row.contender): row for row in rows}
     found = []
     for (case, name), on in sides.items():
-        if not name.startswith(ON):
+        if ON not in name:
             continue
         off = sides[case, name.replace(ON, OFF)]
         each = [a / b for a, b in zip(on.samples_ns, off.samples_ns, strict=True)]
@@ -125,6 +146,11 @@ def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def direction(subject: str) -> str:
+    """Return how to read a ratio."""
+    return f"ratio = time with {subject} / time without; 1.01: {subject} cost 1 %"
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
