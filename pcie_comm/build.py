@@ -191,7 +191,7 @@ def resolve_routers(names: Sequence[str]) -> list[RouterSpec]:
     Raises:
         InvalidArgumentError: A model is unknown.
     """
-    specs = []
+    specs: list[RouterSpec] = []
     for name in names:
         if name != "all" and name not in PRESETS:
             raise InvalidArgumentError(

@@ -23,6 +23,7 @@ from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import cubin
 from pcie_comm.kernels import store as stores
 from pcie_comm.kernels.registry import KernelKey, collectives, find
+from pcie_comm.kernels.router_presets import PRESETS
 from pcie_comm.kernels.store import KernelStore
 
 pytest.importorskip("cutlass", reason="compiles kernels")
@@ -390,12 +391,24 @@ def test_worker_that_dies_is_reported(tmp_path, monkeypatch):
 def test_jobs_are_every_variant_once_per_arch():
     every = build.jobs(["sm_80", "sm_90a"])
     assert len(every) == len(set(every))
-    assert len(every) == 2 * sum(len(one.variants()) for one in collectives().values())
+    members = [member for one in collectives().values() for member in one.family()]
+    assert len(every) == 2 * sum(len(one.variants()) for one in members)
     assert build.jobs(["sm_80"], ["kimi_topk16", "kimi_topk16"]) == [
         build.Job(key, "sm_80") for key in ROUTER.variants()
     ]
     with pytest.raises(InvalidArgumentError):
         build.jobs(["sm_80"], ["nothing"])
+
+
+def test_jobs_of_routers_are_those_that_their_plugins_ask_for():
+    specs = build.resolve_routers(["deepseek-v3", "kimi-k2", "kimi-k2.5", "all"])
+    assert specs[:2] == [PRESETS["deepseek-v3"], PRESETS["kimi-k2"]]
+    assert len(specs) == len(set(PRESETS.values()))
+    found = build.jobs(["sm_80"], ["barrier"], routers=specs[:2])
+    assert len(found) == 5 + 2 * (1 + 8)
+    assert all(job.plugin().kernel(job.key) for job in found)
+    with pytest.raises(InvalidArgumentError, match="router='gpt-5' is unknown"):
+        build.resolve_routers(["gpt-5"])
 
 
 # --- registers ---------------------------------------------------------------------------------
