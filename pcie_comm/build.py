@@ -22,6 +22,7 @@ from .bench.floors import FLOORS
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
 from .kernels import cubin
+from .kernels.plan_checks import variants_of
 from .kernels.registry import Collective, KernelKey, collectives, find
 from .probe.kernels import PROBES
 
@@ -144,7 +145,7 @@ def jobs(
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]
     return [
-        Job(key, arch) for arch in archs for collective in chosen for key in collective.variants()
+        Job(key, arch) for arch in archs for collective in chosen for key in variants_of(collective)
     ]
 
 
