@@ -1,6 +1,6 @@
 """What kernels of one's own are written with. Importing it needs the CuTe DSL, and no GPU.
 
-Addresses are 64-bit integers: of tensors, as the kernel gets them, or of staged bytes, from `Staging`.
+Addresses are 64-bit integers: of tensors, as a kernel gets them, or of staged bytes (`Staging`).
 """
 
 from .kernels.primitives import (

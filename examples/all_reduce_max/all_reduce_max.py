@@ -1,8 +1,7 @@
 """all_reduce_max: the largest of what the ranks hold, element by element, on every rank.
 
-    stage     own numbers: push, into every rank's slab; pull, into the own one
-    exchange  flags: all ranks have staged, all of it is visible
-    collect   per element the numbers of all ranks, rank 0 first; the largest goes to the output
+Stage: own numbers go into every rank's slab (push), or into the own one (pull). Exchange: flags
+say that all ranks have staged. Collect: of each element the numbers of all ranks, rank 0 first.
 """
 
 from __future__ import annotations

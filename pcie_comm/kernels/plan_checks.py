@@ -49,8 +49,10 @@ def blaming(collective: Collective, what: str, rank: int | None = None) -> Itera
     try:
         yield
     except CommError as error:
-        error.rank = rank if error.rank is None else error.rank
-        error.op = error.op or collective.name
+        if error.rank is None:
+            error.rank = rank
+        if error.op is None:
+            error.op = collective.name
         raise
     except Exception as error:
         raise _failed(collective, what, error, rank) from error

@@ -123,6 +123,12 @@ def test_plugins_of_other_packages_are_loaded_once(monkeypatch):
     assert [point.loads for point in points] == [1, 1]
 
 
+def gather_heads() -> list[torch.Tensor]:
+    heads = torch.ones(1, 1, 4).half()
+    with local_world(2, "cpu") as world:
+        return world.run(lambda group: group.all_gather_heads(heads))
+
+
 FAULTS = [ImportError("no module named x"), SyntaxError("bad"), SystemExit(3), object()]
 NAMED = r"plugin 'theirs' \(package:theirs, package theirs-package\) does not load"
 
@@ -132,10 +138,9 @@ def test_an_entry_point_that_does_not_load_costs_only_its_callers(fault, monkeyp
     """Listing warns once and names the package; asking for that name raises; the rest works."""
     broken, sound = Point("theirs", fault), Point("other", plugin_class("another"))
     install(monkeypatch, broken, sound)
-    with pytest.warns(CommWarning, match=NAMED) as seen, local_world(2, "cpu") as world:
-        heads = torch.ones(1, 1, 4).half()
-        results = world.run(lambda group: group.all_gather_heads(heads))
-        assert [tuple(result.shape) for result in results] == [(1, 2, 4)] * 2
+    with pytest.warns(CommWarning, match=NAMED) as seen:
+        results = gather_heads()
+    assert [tuple(result.shape) for result in results] == [(1, 2, 4)] * 2
     assert len(seen) == 1
     assert set(collectives()) == BUILT_IN | {"another"}
     for _ in range(2):
@@ -143,7 +148,7 @@ def test_an_entry_point_that_does_not_load_costs_only_its_callers(fault, monkeyp
             find("theirs")
         assert caught.value.reason == "entry point theirs failed"
         assert caught.value.__cause__ is not None
-    with pytest.raises(InvalidArgumentError, match="'nothing' is unknown.*; theirs did not load"):
+    with pytest.raises(InvalidArgumentError, match=r"'nothing' is unknown.*; theirs did not load"):
         find("nothing")
     assert (broken.loads, sound.loads) == (1, 1)
 
