@@ -16,7 +16,7 @@ from ..kernels.registry import Collective, find
 from ..local import LocalWorld
 from ..standalone import kimi_topk16
 from .floors import Empty, Handshake
-from .options import FUSED, PAIR, ROUTER
+from .options import FUSED, OPERATIONS, PAIR, ROUTER
 from .torch_group import TorchGroups
 from .workload import Tensors, Workload
 from .worlds import Worlds
@@ -191,6 +191,6 @@ def of_case(work: Workload, worlds: Worlds, torch_groups: TorchGroups | None) ->
             found.append(gather_then(PLAIN, protocol, world, work, torch_router))
     for protocol, world in worlds.overlapping.items():
         found.append(one_launch(OVERLAPPING, protocol, world, work))
-    if torch_groups is not None:
+    if torch_groups is not None and work.op in OPERATIONS:
         found.append(distributed(torch_groups, work))
     return found

@@ -66,7 +66,8 @@ def variants_of(collective: Collective, rank: int | None = None) -> list[KernelK
     """
     with blaming(collective, "failed to list its kernels", rank):
         keys = list(collective.variants())
-        for key in keys:
+        listed: list[object] = list(keys)
+        for key in listed:
             if not isinstance(key, KernelKey) or key.op != collective.name:
                 raise ValueError(f"kernel={key!r} is no KernelKey of op={collective.name!r}")
         if len(set(map(str, keys))) < len(keys):

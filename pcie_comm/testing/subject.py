@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..kernels.plan_checks import blaming, make_plan, run_reference
 from ..kernels.registry import Collective, Plan, PlanInfo, title
 from ..layout import MAX_BLOCKS
-from ..tensors import meta_of, torch_dtype
+from ..tensors import close, dense, meta_of, torch_dtype
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -128,17 +128,15 @@ class Subject:
 
 def same(got: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) -> bool:
     """Tell whether an output is right: equal bytes, or numbers within a tolerance."""
-    got, want = got.detach().cpu(), want.detach().cpu()
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
-    if tolerance and want.dtype.is_floating_point:
-        here, there = got.double(), want.double()
-        return torch.allclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if tolerance and close(got, want, tolerance):
+        return True
     return torch.equal(_bytes(got), _bytes(want))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return dense(tensor.detach().cpu()).reshape(-1).view(torch.uint8)
 
 
 def as_tuple(results: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
