@@ -325,7 +325,10 @@ def _load_entry_points() -> None:
         _loaded_points.add((point.name, point.value))
         try:
             loaded = point.load()
-            _add(loaded() if isinstance(loaded, type) else loaded)
+            plugin = loaded() if isinstance(loaded, type) else loaded
+            known = _registered.get(getattr(plugin, "name", ""))
+            if known is None or type(known) is not type(plugin):  # else `register` came first
+                _add(plugin)
         except (Exception, SystemExit) as error:
             _broken_points[point.name] = broken = UnsupportedError(
                 f"plugin {point.name!r} ({point.value}, package {_package(point) or 'unknown'}) "

@@ -200,6 +200,15 @@ def test_ranks_that_are_threads_load_entry_points_once(monkeypatch):
         assert point.loads == 1
 
 
+def test_an_instance_that_its_user_registered_stays(monkeypatch):
+    """The entry point of the same class, looked at later, does not replace it."""
+    own = plugin_class("theirs")
+    plugin = register(own())
+    install(monkeypatch, Point("theirs", own))
+    assert collectives()["theirs"] is plugin
+    assert plugin.registered
+
+
 def test_without_a_broken_entry_point_nothing_is_said(monkeypatch):
     """Negative control of the warnings above."""
     install(monkeypatch, Point("theirs", plugin_class("theirs")))
