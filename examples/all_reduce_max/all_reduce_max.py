@@ -22,12 +22,12 @@ class AllReduceMax(Collective):
 
     def plan(self, info, *tensors):
         (local,) = tensors
-        facts = f"shape={local.shape}, dtype={local.dtype}, strides={local.strides}"
+        given = f"shape={local.shape}, dtype={local.dtype}, strides={local.strides}"
         if local.dtype != "float32" or len(local.shape) != 2:
-            raise InvalidArgumentError(f"local is no [rows, width] of fp32 ({facts})", op=self.name)
+            raise InvalidArgumentError(f"local is no [rows, width] of fp32 ({given})", op=self.name)
         rows, width = local.shape
         if (rows > 1 and local.strides[0] != width) or (width > 1 and local.strides[1] != 1):
-            raise InvalidArgumentError(f"call .contiguous() on local ({facts})", op=self.name)
+            raise InvalidArgumentError(f"call .contiguous() on local ({given})", op=self.name)
         count = rows * width
         blocks = min(max(-(-count // self.block), 1), info.max_blocks)
         protocol = "pull" if info.protocol == "pull" else "push"
