@@ -23,6 +23,9 @@ from .subject import Subject, Tensors, as_tuple, same
 SHORT_S = 0.2
 """Timeout of a rank whose peers do not come."""
 
+PATIENT_S = 3.0
+"""Timeout of a rank that should not wait at all, and then makes a call with its peers."""
+
 
 def call_all(subject: Subject, world: LocalWorld, inputs: list[Tensors], how: str) -> None:
     """Call on every rank, with outputs allocated and given, and compare.
@@ -69,7 +72,6 @@ def wrong_calls(inputs: Tensors, outputs: Tensors) -> Iterator[tuple[str, tuple[
             "is None": None,
             "has no dimension": one.new_zeros(()),
             "is complex": torch.zeros(one.shape, dtype=torch.complex64),
-            "has three dimensions more": one.reshape(1, 1, 1, *one.shape),
         }
         for what, other in changed.items():
             yield f"input {index} {what}", (*inputs[:index], other, *inputs[index + 1 :]), None
@@ -92,13 +94,15 @@ def refuses_wrong_arguments(subject: Subject) -> None:
     world_size = subject.served()[-1]
     inputs = subject.make(world_size, max(subject.rows))
     outputs = tuple(torch.empty_like(one) for one in subject.wanted(inputs, 0))
-    with local_world(world_size, "cpu") as world:
+    with local_world(world_size, "cpu", config=Config(timeout_s=PATIENT_S)) as world:
         for what, tensors, out in wrong_calls(inputs[0], outputs):
             try:
                 world.groups[0].run(subject.plugin, *tensors, out=out)
             except (InvalidArgumentError, UnsupportedError) as error:
                 if getattr(error, "reason", "") == f"plugin {subject.plugin.name} failed":
                     subject.fail(f"{what}: it is not checked, it fails: {error}")
+            except PeerTimeoutError:
+                subject.fail(f"{what}: it is not refused")
             else:
                 subject.fail(f"{what}: it is not refused")
         call_all(subject, world, inputs, "after wrong arguments")
