@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..group import PcieDcpGroup
 from ..local import LocalWorld, local_world
-from .subject import Subject, Tensors, as_tuple, same
+from .subject import Subject, Tensors, as_tuple, empty_like, same
 
 SHORT_S = 0.2
 """Timeout of a rank whose peers do not come."""
@@ -35,7 +35,7 @@ def call_all(subject: Subject, world: LocalWorld, inputs: list[Tensors], how: st
     """
     plugin, before = subject.plugin, [[one.clone() for one in tensors] for tensors in inputs]
     wanted = [subject.wanted(inputs, rank) for rank in range(len(inputs))]
-    given = [tuple(torch.empty_like(one) for one in outputs) for outputs in wanted]
+    given = [empty_like(outputs) for outputs in wanted]
 
     def on_rank(group: PcieDcpGroup) -> Tensors:
         allocated = as_tuple(group.run(plugin, *inputs[group.rank]))
@@ -93,7 +93,7 @@ def refuses_wrong_arguments(subject: Subject) -> None:
     """
     world_size = subject.served()[-1]
     inputs = subject.make(world_size, max(subject.rows))
-    outputs = tuple(torch.empty_like(one) for one in subject.wanted(inputs, 0))
+    outputs = empty_like(subject.wanted(inputs, 0))
     with local_world(world_size, "cpu", config=Config(timeout_s=PATIENT_S)) as world:
         for what, tensors, out in wrong_calls(inputs[0], outputs):
             try:

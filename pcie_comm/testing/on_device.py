@@ -11,7 +11,7 @@ from ..config import Config
 from ..layout import SlabLayout
 from ..local import LocalWorld, local_world
 from .guard import paint, trespasses
-from .subject import Subject, Tensors, same
+from .subject import Subject, Tensors, empty_like, same
 
 POISON = 0xA5
 REPLAYS = 3
@@ -35,7 +35,7 @@ class Round:
         shards = subject.make(size, rows)
         self.wanted = [subject.wanted(shards, rank) for rank in range(size)]
         self.inputs = [tuple(one.to(device) for one in tensors) for tensors in shards]
-        self.outputs = [tuple(one.to(device) for one in outputs) for outputs in self.wanted]
+        self.outputs = [empty_like(outputs, device) for outputs in self.wanted]
 
     def refresh(self, seed: int) -> None:
         """Draw new inputs, poison the outputs, and wait until both are there."""

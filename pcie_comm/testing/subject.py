@@ -139,6 +139,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return dense(tensor.detach().cpu()).reshape(-1).view(torch.uint8)
 
 
+def empty_like(outputs: Tensors, device: str = "cpu") -> Tensors:
+    """Return tensors to write such outputs to: dense, whatever strides the reference gave them."""
+    return tuple(torch.empty(one.shape, dtype=one.dtype, device=device) for one in outputs)
+
+
 def as_tuple(results: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
     """Return what a call returned as a tuple."""
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
