@@ -31,8 +31,10 @@ from pcie_comm import (
     local_world,
     register,
 )
+from pcie_comm.cuda_engine import CudaEngine
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import registry
+from pcie_comm.kernels.store import KernelStore
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -264,6 +266,26 @@ def test_the_program_names_what_does_not_compile(methods, text, own_registry, tm
     assert text in said
     assert "plugin 'faulty' (" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("methods", "kind"),
+    [
+        ({"kernel": failing}, CompileError),
+        ({"variants": failing}, UnsupportedError),
+        ({"variants": lambda self: ["push"]}, UnsupportedError),
+        ({"num_scalars": failing}, CompileError),
+    ],
+)
+def test_preparing_for_a_gpu_names_class_and_rank(methods, kind, tmp_path):
+    """An engine as far as it goes without a GPU: what it loads must be compiled first."""
+    pytest.importorskip("cutlass", reason="compiles kernels")
+    engine = CudaEngine.__new__(CudaEngine)
+    engine.rank, engine.capability, engine._kernels = 5, (9, 0), {}
+    engine.store = KernelStore(None, tmp_path)
+    with pytest.raises(kind, match=NAMED) as caught:
+        engine.prepare(broken(**methods), ("push",))
+    assert (caught.value.rank, caught.value.op) == (5, "all_reduce_max")
 
 
 def test_every_error_here_is_one_of_ours():
