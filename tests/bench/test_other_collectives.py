@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pcie_comm.bench.options import OPERATIONS, SHARED, VRAM, Options, parse
 from pcie_comm.bench.program import main
 from pcie_comm.bench.report import crossovers
 from pcie_comm.kernels import registry
-from pcie_comm.kernels.registry import find
+from pcie_comm.kernels.registry import PlanInfo, find
 
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--ranks", "2", "--rows", "1", "--samples", "3", "--ops", "1"]
@@ -66,6 +67,19 @@ def test_ours_have_inputs_too_and_ranks_their_own_results(op):
     assert work.faults([work.wanted(rank) for rank in range(4)], ours=True) == []
     if scatters:
         assert work.faults([work.wanted(0)] * 4, ours=True)
+
+
+def test_a_protocol_that_a_plugin_does_not_speak_is_not_shown_as_measured(example):
+    def world(protocol):
+        channel = SimpleNamespace(info=PlanInfo(0, 2, protocol, 1 << 20, 64, 32))
+        return SimpleNamespace(groups=[SimpleNamespace(_channels={"default": channel})])
+
+    worlds = {name: world(name) for name in ("tagged", "push", "pull", "auto")}
+    work = workload.make(example.name, 1, [CPU] * 2)
+    assert list(contenders.spoken(work, worlds)) == ["push", "pull", "auto"]
+    alone = {"tagged": worlds["tagged"]}
+    assert contenders.spoken(work, alone) == alone
+    assert contenders.spoken(dataclasses.replace(work, op=OPERATIONS[1]), worlds) is worlds
 
 
 def test_numbers_within_the_tolerance_pass():
