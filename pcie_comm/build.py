@@ -23,6 +23,7 @@ from .calls import fused_collective, router_collective
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
 from .kernels import cubin
+from .kernels.plan_checks import variants_of
 from .kernels.registry import Collective, KernelKey, collectives, find
 from .kernels.router_presets import PRESETS
 from .kernels.router_spec import RouterSpec
@@ -165,16 +166,16 @@ def jobs(
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]
     keys: list[tuple[KernelKey, Collective | None]] = [
-        (key, None) for collective in chosen for key in collective.variants()
+        (key, None) for collective in chosen for key in variants_of(collective)
     ]
     members = [member for one in chosen for member in one.family() if member not in chosen]
     members += [make(spec) for spec in routers for make in (router_collective, fused_collective)]
-    keys += [(key, member) for member in members for key in member.variants()]
+    keys += [(key, member) for member in members for key in variants_of(member)]
     keys += [
         (replace(key, stats=True), None if member in chosen else member)
         for member in [*counting, *(members if stats else [])]
         if member.communicates
-        for key in member.variants()
+        for key in variants_of(member)
     ]
     found = [Job(key, arch, member) for arch in archs for key, member in keys]
     return list(dict.fromkeys(found))  # routers of several models may be one

@@ -16,6 +16,7 @@ from .config import Config
 from .counters import DeviceCounters
 from .errors import BusyError, CommError, CompileError, CudaError, UnsupportedError
 from .kernels.launch import Arguments, LoadedKernel, load
+from .kernels.plan_checks import blaming, variants_of
 from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
 from .layout import MAX_BLOCKS, TIMER_SHIFT, ControlLayout, SlabLayout, StatusLayout
@@ -137,7 +138,7 @@ class CudaEngine:
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Compile or load every kernel a call of `collective` may need under these protocols."""
         others = {"push", "pull", "tagged"} - set(protocols)
-        for plain in collective.variants():
+        for plain in variants_of(collective, self.rank):
             key = self._variant(collective, plain)
             if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)
@@ -148,7 +149,8 @@ class CudaEngine:
         return replace(key, stats=True) if counts else key
 
     def _load(self, collective: Collective, key: KernelKey) -> LoadedKernel:
-        compiled = self.store.get(collective, key, self.capability)
+        with blaming(collective, "has no kernel to load", self.rank):
+            compiled = self.store.get(collective, key, self.capability)
         with self._cuda.current():
             kernel = load(compiled, self._cuda.handle)
         self._kernels[key] = kernel

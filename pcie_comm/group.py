@@ -29,6 +29,7 @@ from .errors import (
     InvalidArgumentError,
 )
 from .host_engine import HostEngine
+from .kernels.plan_checks import blaming
 from .kernels.registry import Collective, PlanInfo, check_collective, find, for_count
 from .kernels.router_spec import RouterSpec
 from .kernels.store import KernelStore
@@ -309,7 +310,8 @@ class PcieDcpGroup(Collectives):
             collective = for_count(collective, tensors)
         if rows is not None:
             self._check_rows(rows, collective.name)
-        collective.check_world_size(self.world_size)
+        with blaming(collective, "failed to judge a world size", self.rank):
+            collective.check_world_size(self.world_size)
         for channel in self._channels.values():
             info = channel.info
             channel.engine.prepare(collective, protocols_of(info.protocol, info.limits))

@@ -13,9 +13,9 @@ import torch
 from .bootstrap import Bootstrap, agree, compare
 from .config import Config
 from .crossovers import Crossovers, from_limits
-from .errors import CommWarning, UnsupportedError
+from .errors import CommWarning, CompileError, UnsupportedError
 from .kernels.compile import fingerprint
-from .kernels.registry import collectives
+from .kernels.registry import Collective, collectives
 from .layout import MAX_BLOCKS
 from .policy import choose_transport, resident_budget
 from .policy_file import load_crossovers
@@ -179,5 +179,13 @@ def _versions() -> dict[str, object]:
     return {
         "version": __version__,
         "protocol_version": PROTOCOL_VERSION,
-        "kernels": {op: fingerprint(plugin)[:16] for op, plugin in collectives().items()},
+        "kernels": {op: _fingerprint(plugin) for op, plugin in collectives().items()},
     }
+
+
+def _fingerprint(plugin: Collective) -> str:
+    """Return what ranks compare of a plugin's sources; one without them fails when it is called."""
+    try:
+        return fingerprint(plugin)[:16]
+    except CompileError:
+        return "unreadable"

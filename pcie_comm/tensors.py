@@ -181,6 +181,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    """Tell whether floating-point numbers differ by no more, relative and absolute; NaN is NaN."""
+    if got.shape != want.shape or got.dtype != want.dtype or not want.dtype.is_floating_point:
+        return False
+    here, there = got.detach().cpu().double(), want.detach().cpu().double()
+    return torch.allclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a dense CPU tensor as a flat uint8 tensor that shares its memory."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -5,7 +5,8 @@ comments, so that a reader sees them: `needs a GPU`, `needs 8 GPUs`, `needs the 
 `takes minutes`. They hold for a python block as a whole, and for one line of a sh block. Of lines
 that call make only the target is looked up: CI runs them, and this test itself. A comment in the
 Markdown before a block says how to run it where that is not plain, for example
-`<!-- run: ranks=4 with=dying_peer -->`.
+`<!-- run: ranks=4 with=dying_peer -->`, or that another test runs it:
+`<!-- run: by=tests/test_x.py -->`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ SLOW = re.compile(r"#.*\btakes (?:a |some )?minutes?\b")
 FILE = re.compile(r"^# (.*?)([\w-]+\.py)$")
 """The first line of a python block that is a file: the command that runs it."""
 
-RUN, NAMED, GPU, NET, LONG = (
+RUN, NAMED, GPU, NET, LONG, ELSEWHERE = (
     "run",
     "target exists",
     "needs a GPU",
     "needs the network",
     "takes minutes",
+    "another test runs it",
 )
 NOT_RUN = ("text", "json", "toml", "xml", "yaml", "mermaid")
 
@@ -50,7 +52,7 @@ class Step:
         line: Where it starts.
         kind: `python` or `sh`.
         text: What is run.
-        state: RUN, NAMED, GPU, NET or LONG.
+        state: RUN, NAMED, GPU, NET, LONG or ELSEWHERE.
         gpus: How many GPUs it needs.
         ranks: Processes that run a python block at once; 0: it is run by itself.
         setting: What is there before it starts, by name; see snippet_settings.py.
@@ -134,11 +136,15 @@ def steps(page: str, text: str) -> list[Step]:
     for block in blocks(text):
         where = f"{page}:{block.line}"
         options = dict(word.split("=") for word in block.how.split())
-        if unknown := set(options) - {"ranks", "with"}:
+        if unknown := set(options) - {"ranks", "with", "by"}:
             raise BlockError(f"{where}: run: {sorted(unknown)} is unknown")
         setting = options.get("with", "")
         if block.language == "python":
             state, gpus = state_of(block.text.partition("\n")[0])
+            if "by" in options:
+                if not (ROOT / options["by"]).exists():
+                    raise BlockError(f"{where}: run: there is no {options['by']}")
+                state = ELSEWHERE
             ranks = int(options.get("ranks", 0))
             found.append(Step(page, block.line, "python", block.text, state, gpus, ranks, setting))
         elif block.language == "sh":

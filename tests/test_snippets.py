@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import snippets
 from snippet_settings import SETTINGS
-from snippets import GPU, LONG, NAMED, NET, ROOT, RUN, Step
+from snippets import ELSEWHERE, GPU, LONG, NAMED, NET, ROOT, RUN, Step
 
 RANKS_PROGRAM = Path(__file__).with_name("snippet_ranks.py")
 LIMIT_S = 100.0
@@ -115,7 +115,7 @@ def runner(tmp_path_factory, programs):
     return Runner(tmp_path_factory.mktemp("pages"), programs)
 
 
-@pytest.mark.parametrize("step", [case(step) for step in STEPS])
+@pytest.mark.parametrize("step", [case(step) for step in STEPS if step.state != ELSEWHERE])
 def test_snippet(step, runner):
     if step.state == GPU:
         import torch
@@ -148,7 +148,7 @@ def test_tally(capsys):
             f"\nsnippets: {len(STEPS)} in {len({step.page for step in STEPS})} pages "
             f"({kinds['python']} python blocks, {kinds['sh']} commands): {tally[RUN]} run, "
             f"{tally[NAMED]} name a target of make, {tally[LONG]} run with --run-slow, "
-            f"{tally[GPU]} need a GPU, {tally[NET]} the network"
+            f"{tally[GPU]} need a GPU, {tally[NET]} the network, {tally[ELSEWHERE]} other tests run"
         )
     assert tally[RUN] + tally[NAMED] > len(STEPS) / 2
 
@@ -194,6 +194,14 @@ not run
     assert seen[0] == ("python", GPU, 1, 3, "group")
     assert [entry[1] for entry in seen[1:]] == [RUN, NAMED, LONG, NET, GPU]
     assert found[5].gpus == 8
+
+
+def test_what_another_test_runs_is_left_to_it():
+    block = "<!-- run: by={} -->\n```python\n# say.py\n```\n"
+    (step,) = snippets.steps("x.md", block.format("tests/test_snippets.py"))
+    assert (step.state, step.file) == (ELSEWHERE, "say.py")
+    with pytest.raises(snippets.BlockError, match="no tests/nothing"):
+        snippets.steps("x.md", block.format("tests/nothing.py"))
 
 
 def test_files_and_their_commands():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import typer
 
 import pcie_comm
-from pcie_comm import cli
+from pcie_comm import cli, testing
 from pcie_comm.config import DEFAULTS
 from pcie_comm.installation import RULES, packages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+DEVICE_TEXT = (ROOT / "pcie_comm" / "device.py").read_text(encoding="utf-8")
 INTERNAL = {"from_bootstrap"}  # of PcieDcpGroup, for local_world: takes what is not public
 
 
@@ -30,8 +32,12 @@ def methods(owner: type) -> set[str]:
     return {name for name in dir(owner) if not name.startswith("_")} - INTERNAL
 
 
+DEVICE = set(ast.literal_eval(DEVICE_TEXT.partition("__all__ = ")[2]))  # importing it needs the DSL
+
 SURFACE = {
     "in `pcie_comm`": set(pcie_comm.__all__),
+    "in `pcie_comm.device`, for kernels of plugins": DEVICE,
+    "in `pcie_comm.testing`, for tests of plugins": set(testing.__all__),
     "of `PcieDcpGroup`": methods(pcie_comm.PcieDcpGroup),
     "in `pcie_comm.metrics`": {"StatsCollector", "render", "serve"},
     "of `LocalWorld`": methods(pcie_comm.LocalWorld),
@@ -52,6 +58,9 @@ def test_the_api_page_documents_every_public_name():
     assert sorted(listed) == sorted(pcie_comm.__all__)
     exported = set(re.findall(r"^::: pcie_comm\.metrics\.(\w+)$", API, re.MULTILINE))
     assert exported == SURFACE["in `pcie_comm.metrics`"]
+    for module, names in (("device", DEVICE), ("testing", testing.__all__)):
+        listed = re.findall(rf"^::: pcie_comm\.{module}\.(\w+)$", API, re.MULTILINE)
+        assert sorted(listed) == sorted(names)
 
 
 def test_metrics_has_what_the_page_lists():

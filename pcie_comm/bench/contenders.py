@@ -5,18 +5,21 @@ A contender is something that a rank enqueues on its current stream, with output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ..channel import KNOWN_PROTOCOLS
 from ..errors import CompileError
 from ..group import PcieDcpGroup
+from ..kernels.plan_checks import make_plan
 from ..kernels.registry import Collective, find
 from ..local import LocalWorld
 from ..standalone import kimi_topk16
+from ..tensors import meta_of
 from .floors import Empty, Handshake
-from .options import FUSED, PAIR, ROUTER
+from .options import FUSED, OPERATIONS, PAIR, ROUTER
 from .torch_group import TorchGroups
 from .workload import Tensors, Workload
 from .worlds import Worlds
@@ -179,18 +182,34 @@ def floors(world: LocalWorld, work: Workload) -> tuple[list[Contender], str]:
     return found, ""
 
 
+def spoken(work: Workload, by_protocol: Mapping[str, LocalWorld]) -> Mapping[str, LocalWorld]:
+    """Return the worlds of protocols that an operation speaks; all, if it speaks none of them.
+
+    Plugins may take another one than they are asked for, which is then measured under its own name.
+    """
+    if work.op in OPERATIONS:
+        return by_protocol
+    kept = {}
+    for protocol, world in by_protocol.items():
+        info = world.groups[0]._channels["default"].info
+        plan = make_plan(find(work.op), info, [meta_of(one) for one in work.inputs[0]])
+        if protocol == "auto" or (KNOWN_PROTOCOLS - {protocol}).isdisjoint(plan.kernel.variant):
+            kept[protocol] = world
+    return kept or by_protocol
+
+
 def of_case(work: Workload, worlds: Worlds, torch_groups: TorchGroups | None) -> list[Contender]:
     """Return all contenders of an operation but the floors."""
     if work.op == ROUTER:
         return [router_alone(OURS, work, _our_router), router_alone(TORCH, work, torch_router)]
     found = []
-    for protocol, world in worlds.plain.items():
+    for protocol, world in spoken(work, worlds.plain).items():
         found.append(one_launch(OURS, protocol, world, work))
         if work.op == FUSED:
             found.append(gather_then(UNFUSED, protocol, world, work, _our_router))
             found.append(gather_then(PLAIN, protocol, world, work, torch_router))
-    for protocol, world in worlds.overlapping.items():
+    for protocol, world in spoken(work, worlds.overlapping).items():
         found.append(one_launch(OVERLAPPING, protocol, world, work))
-    if torch_groups is not None:
+    if torch_groups is not None and work.op in OPERATIONS:
         found.append(distributed(torch_groups, work))
     return found

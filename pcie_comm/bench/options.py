@@ -40,7 +40,8 @@ class Options:
     """What to measure. What is empty, 0 or None becomes what suits the device: `settled`.
 
     Attributes:
-        operations: Names from OPERATIONS.
+        operations: Names from OPERATIONS, or of other collectives, which are measured with their
+            `example_inputs`.
         ranks: World sizes, 1 to 16.
         rows: Rows of a call.
         memories: Where slabs lie, VRAM or PINNED; for ranks on GPUs.
@@ -78,12 +79,14 @@ class Options:
             InvalidArgumentError: An option is out of range, or a file cannot be written.
             UnsupportedError: `plot` without matplotlib.
         """
-        for name, known in (("operations", OPERATIONS), ("protocols", PROTOCOLS)):
-            for value in getattr(self, name):
-                if value not in known:
-                    raise InvalidArgumentError(
-                        f"{name[:-1]}={value!r} is unknown; choose from {', '.join(known)}"
-                    )
+        for op in self.operations:
+            if op not in OPERATIONS:
+                _check_registered(op)
+        for protocol in self.protocols:
+            if protocol not in PROTOCOLS:
+                raise InvalidArgumentError(
+                    f"protocol={protocol!r} is unknown; choose from {', '.join(PROTOCOLS)}"
+                )
         for name, values, most in (
             ("ranks", self.ranks, MAX_WORLD),
             ("rows", self.rows, MOST_ROWS),
@@ -150,6 +153,19 @@ SHORTER: dict[str, Any] = {
 """What `make gpu-test` measures: about a minute."""
 
 
+def _check_registered(op: str) -> None:
+    from ..kernels.registry import collectives, find  # which loads plugins of other packages
+
+    if op not in collectives():
+        try:
+            find(op)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f"operation={op!r} is unknown; choose from {', '.join(OPERATIONS)}, or another "
+                "registered collective"
+            ) from error
+
+
 def _check_writable(name: str, path: Path) -> None:
     try:
         if path.is_dir():
@@ -202,7 +218,7 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
         "and check every result. Exit code 1: an output was wrong.",
     )
     add = parser.add_argument
-    add("--op", action="append", metavar="NAME", help="operation; repeatable; all if left out")
+    add("--op", action="append", metavar="NAME", help="operation, or any collective; repeatable")
     add("--ranks", type=_list(int), help="world sizes, for example 2,4,8,16")
     add("--rows", type=_list(int), help="rows of a call, for example 1,8,64")
     add("--memory", type=_list(_memory), help="where slabs lie: vram, pinned or both (vram,pinned)")

@@ -14,7 +14,7 @@ from typing import Any
 from ..crossovers import REPORT_FORMAT, Point, derive_limits
 from ..errors import InvalidArgumentError
 from .contenders import FLOORS, NO_PROTOCOL, OURS
-from .options import PINNED, VRAM
+from .options import OPERATIONS, PINNED, VRAM
 
 WARM, COLD = "warm", "cold"
 EVICTION = "eviction alone"
@@ -208,7 +208,8 @@ def points(rows: Sequence[Row], memory: str) -> list[Point]:
     """Return size and time by protocol of every case in a memory; see crossovers.Crossovers."""
     times: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
-        if (row.contender, row.cache, row.memory) == (OURS, WARM, memory):
+        measured = (row.contender, row.cache, row.memory) == (OURS, WARM, memory)
+        if measured and row.op in OPERATIONS:  # plugins may go by other limits, or by none
             shared = row.sharers if memory == PINNED else 1
             key = (row.received_nbytes * shared, row.case)
             times.setdefault(key, {})[row.protocol] = row.median_us

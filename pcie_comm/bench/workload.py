@@ -26,10 +26,11 @@ from ..demo.calls import (
     poisoned,
     random_bits,
 )
+from ..kernels.plan_checks import blaming, make_plan
 from ..kernels.registry import PlanInfo, find
-from ..layout import MAX_BLOCKS
+from ..layout import LINE_NBYTES, MAX_BLOCKS, STAGED_ALIGNMENT, align_up
 from ..standalone import kimi_topk16
-from ..tensors import meta_of
+from ..tensors import close, meta_of
 from .options import FUSED, HEADS, PAIR, ROUTER
 
 LOCAL_HEADS, HEAD_DIM = 4, 96
@@ -56,6 +57,8 @@ class Workload:
         inputs: Per rank, on its device.
         expected: The outputs of every rank, on the CPU, bit for bit those of this library.
         weights: Of an operation that returns router weights.
+        own: Where ranks get different outputs, those of each; `expected` is rank 0's then.
+        tolerance: By how much numbers may differ, see Collective.
     """
 
     op: str
@@ -63,6 +66,8 @@ class Workload:
     inputs: Sequence[Tensors]
     expected: Tensors
     weights: Weights | None = None
+    own: Sequence[Tensors] = ()
+    tolerance: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -75,9 +80,13 @@ class Workload:
     def outputs(self) -> list[Tensors]:
         """Return poisoned outputs for every rank."""
         return [
-            tuple(poisoned(one.to(device), *one.shape) for one in self.expected)
-            for device in self.devices
+            tuple(poisoned(one.to(device), *one.shape) for one in self.wanted(rank))
+            for rank, device in enumerate(self.devices)
         ]
+
+    def wanted(self, rank: int) -> Tensors:
+        """Return what a rank's outputs must be."""
+        return self.own[rank] if self.own else self.expected
 
     def faults(self, outputs: Sequence[Tensors], ours: bool) -> list[str]:
         """Say what is wrong with the ranks' outputs; empty if nothing is.
@@ -88,7 +97,9 @@ class Workload:
         """
         found = []
         for rank, tensors in enumerate(outputs):
-            for place, (got, wanted) in enumerate(zip(tensors, self.expected, strict=True)):
+            for place, (got, wanted) in enumerate(zip(tensors, self.wanted(rank), strict=True)):
+                if self.tolerance and close(got, wanted, self.tolerance):
+                    continue
                 weighed = self.weights is not None and place == self.weights.place
                 faults = byte_fault(f"output {place}", got, wanted) if ours or not weighed else []
                 if weighed:
@@ -112,7 +123,7 @@ def poison(outputs: Sequence[Tensors]) -> None:
     """Overwrite every output, so that nothing in it is right."""
     for tensors in outputs:
         for tensor in tensors:
-            tensor.view(torch.uint8).fill_(POISON)
+            tensor.reshape(-1).view(torch.uint8).fill_(POISON)
 
 
 def make(op: str, rows: int, devices: Sequence[torch.device]) -> Workload:
@@ -122,7 +133,7 @@ def make(op: str, rows: int, devices: Sequence[torch.device]) -> Workload:
         UnsupportedError: The operation does not serve that many ranks.
     """
     find(op).check_world_size(len(devices))
-    return _MAKERS[op](rows, devices)
+    return _MAKERS[op](rows, devices) if op in _MAKERS else _of_plugin(op, rows, devices)
 
 
 def _draw(op: str, rows: int, world_size: int) -> torch.Generator:
@@ -199,6 +210,35 @@ def _router(rows: int, devices: Sequence[torch.device]) -> Workload:
     inputs = (logits.to(devices[0]), bias.to(devices[0]))
     selected, weights = _route(*inputs, place=0)
     return Workload(ROUTER, rows, [inputs], selected, weights)
+
+
+def _of_plugin(op: str, rows: int, devices: Sequence[torch.device]) -> Workload:
+    """Any other collective, with inputs of its own; right is what its reference says."""
+    plugin, world_size = find(op), len(devices)
+    with blaming(plugin, "failed to make example inputs"):
+        shards = plugin.example_inputs(world_size, rows, SEED)
+        wanted = [tuple(plugin.reference_for(rank, shards)) for rank in range(world_size)]
+    inputs = [
+        tuple(one.to(device) for one in tensors)
+        for tensors, device in zip(shards, devices, strict=True)
+    ]
+    return Workload(op, rows, inputs, wanted[0], own=wanted, tolerance=plugin.tolerance)
+
+
+def slot_needed(op: str, rows: int, world_size: int) -> int:
+    """Return the bytes of a slot that holds a call of any protocol; 0 for those in OPERATIONS.
+
+    Raises:
+        UnsupportedError: The collective has no example inputs, or does not serve that many ranks.
+    """
+    if op in _MAKERS:
+        return 0
+    work = make(op, rows, [torch.device("cpu")] * world_size)
+    sizes = [sum(align_up(one.nbytes, STAGED_ALIGNMENT) for one in work.inputs[0])]
+    for protocol in ("push", "pull", "tagged"):
+        info = PlanInfo(0, world_size, protocol, 1 << 40, rows, MAX_BLOCKS)
+        sizes.append(make_plan(find(op), info, [*map(meta_of, work.inputs[0])]).staged_nbytes)
+    return align_up(max(sizes), LINE_NBYTES) * world_size
 
 
 _MAKERS = {FUSED: _fused, PAIR: _pair, HEADS: _heads, ROUTER: _router}

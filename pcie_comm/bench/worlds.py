@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..config import Config
+from ..errors import UnsupportedError
 from ..layout import LINE_NBYTES, align_up
 from ..local import LocalWorld, local_world
 from .options import TRANSPORTS, Options
+from .workload import slot_needed
 
 TIMEOUT_S = 5.0
 """A wait on a GPU ends after this: whatever takes longer is no measurement."""
@@ -81,13 +83,17 @@ def opened(world_size: int, memory: str, device: str, options: Options) -> Itera
     """
     rows = max(options.rows)
     on_gpu = device != "cpu"
+    nbytes = slot_nbytes(rows, world_size)
+    for op in options.operations:
+        with contextlib.suppress(UnsupportedError):  # its cases are left out, and say why
+            nbytes = max(nbytes, slot_needed(op, rows, world_size))
 
     def enter(protocol: str, overlap: bool) -> LocalWorld:
         config = Config(
             timeout_s=TIMEOUT_S if on_gpu else Config().timeout_s,
             protocol=protocol,
             overlap=overlap,
-            slot_nbytes=slot_nbytes(rows, world_size),
+            slot_nbytes=nbytes,
             max_rows=rows,
         )
         return stack.enter_context(local_world(world_size, device, TRANSPORTS[memory], config))

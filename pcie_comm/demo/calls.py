@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
+from ..tensors import byte_view, dense
+
 HIDDEN, EXPERTS, TOP_K = 3584, 896, 16
 
 WEIGHT_RTOL = 4e-6
@@ -28,18 +30,19 @@ def random_bits(draw: torch.Generator, *shape: int) -> torch.Tensor:
 def poisoned(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return an output of `like`'s dtype and device in which nothing is right yet."""
     output = torch.empty(shape, dtype=like.dtype, device=like.device)
-    output.view(torch.uint8).fill_(POISON)
+    output.reshape(-1).view(torch.uint8).fill_(POISON)
     return output
 
 
 def byte_fault(name: str, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     """Say where the bytes of two tensors differ; empty if they do not."""
-    here, there = (t.detach().cpu().contiguous().view(torch.uint8) for t in (got, wanted))
-    if here.shape != there.shape:
+    if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return [f"{name} has shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"]
-    different = (here != there).flatten(1)
+    here, there = (byte_view(dense(t.detach().cpu())) for t in (got, wanted))
+    different = here != there
     if not different.any():
         return []
+    different = different.reshape(len(got) if got.ndim else 1, -1)
     row = int(different.any(1).nonzero()[0])
     count = int(different.sum())
     return [f"{name}: {count} of {different.numel()} bytes differ, first in row {row}"]

@@ -95,6 +95,14 @@ class AllGather(Collective):
 
         return tuple(gather_dense([shard[i] for shard in shards]) for i in range(self.num_inputs))
 
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        kinds = [((512,), ("bfloat16", "float32")[i % 2]) for i in range(self.num_inputs)]
+        return draw(world_size, rows, seed, *kinds)
+
 
 class Barrier(AllGather):
     """[1, 1] int32 per rank, a word to the others -> [1, W] int32: every rank's word.
@@ -125,6 +133,13 @@ class Barrier(AllGather):
                 op=self.name,
             )
         return super().plan(info, word)
+
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        return [[one.int()] for (one,) in draw(world_size, 1, seed, ((1,), "float32"))]
 
 
 GATHERS = {count: AllGather(count) for count in range(1, MAX_TENSORS + 1)}

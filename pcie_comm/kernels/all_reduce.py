@@ -38,6 +38,14 @@ class _Reduction(Collective):
             threads=self.block,
         )
 
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        width = 256 * world_size if self.scatter else 2048
+        return draw(world_size, rows, seed, ((width,), "bfloat16"))
+
 
 class AllReduce(_Reduction):
     """[rows, ...] per rank -> the sum over ranks, on every rank, of the same shape and dtype.

@@ -32,6 +32,7 @@ class AllReduceRmsNorm(Collective):
     """
 
     name = "all_reduce_rms_norm"
+    tolerance = 3 * 2.0**-8
     num_inputs = 3
     block = BLOCK
 
@@ -96,6 +97,17 @@ class AllReduceRmsNorm(Collective):
         _, residual, weight = shards[0]
         total = sum_of_ranks([shard[0] for shard in shards])
         return add_and_normalise(total, residual, weight, self.eps)
+
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        own = draw(world_size, rows, seed, ((2048,), "bfloat16"))
+        (((residual,),), ((weight,),)) = (
+            draw(1, count, seed + 1, ((2048,), "bfloat16")) for count in (rows, 1)
+        )
+        return [[local, residual.clone(), weight[0].clone()] for (local,) in own]
 
 
 COLLECTIVES = (AllReduceRmsNorm(),)

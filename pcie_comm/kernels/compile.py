@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CompileError
-from .registry import Collective, KernelKey
+from .registry import Collective, KernelKey, title
 
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 
@@ -81,11 +81,22 @@ def _package_sources() -> bytes:
 
 
 def fingerprint(collective: Collective) -> str:
-    """Return a hash of all sources that shape the kernels of `collective`."""
+    """Return a hash of all sources that shape the kernels of `collective`.
+
+    Raises:
+        CompileError: One of them cannot be read.
+    """
     digest = hashlib.sha256(_package_sources())
     file = getattr(inspect.getmodule(type(collective)), "__file__", None)
-    for source in (*([file] if file else []), *collective.device_sources):
-        digest.update(Path(source).read_bytes())
+    try:
+        for source in (*([file] if file else []), *collective.device_sources):
+            digest.update(Path(source).read_bytes())
+    except (OSError, TypeError) as error:
+        raise CompileError(
+            f"{title(collective)} has device code that cannot be read ({error}); "
+            "see its device_sources",
+            op=collective.name,
+        ) from error
     return digest.hexdigest()
 
 
@@ -121,7 +132,9 @@ def build(collective: Collective, key: KernelKey, arch: str) -> CompiledKernel:
         cubin, ptx = dsl.compile_kernel(collective, key, arch)
     except Exception as error:
         raise CompileError(
-            f"kernel {key} does not compile for {arch}: {type(error).__name__}: {error}", op=key.op
+            f"kernel {key} does not compile for {arch}: {type(error).__name__}: {error}; "
+            f"it is of {title(collective)}",
+            op=key.op,
         ) from error
     entries = re.findall(r"\.visible \.entry (\w+)\(", ptx)
     if len(entries) != 1:

@@ -31,6 +31,7 @@ class LseReduceScatter(Collective):
 
     name = "lse_reduce_scatter"
     num_inputs = 2
+    tolerance = 2.0**-7
     block = BLOCK
 
     def num_scalars(self, key: KernelKey) -> int:
@@ -96,6 +97,14 @@ class LseReduceScatter(Collective):
         parts = [[tensor.narrow(1, rank * width, width) for tensor in shard] for shard in shards]
         merged = merge_by_lse([part[0] for part in parts], [part[1] for part in parts])
         return (merged.to(partial.dtype),)
+
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        heads = 2 * world_size
+        return draw(world_size, rows, seed, ((heads, 128), "bfloat16"), ((heads,), "float32"))
 
 
 COLLECTIVES = (LseReduceScatter(),)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import threading
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..crossovers import VRAM, Limits
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import CommWarning, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +141,7 @@ class Plan:
     @property
     def signature(self) -> int:
         """32 bits that name the operation and its shapes; never 0. Travels in every flag."""
-        text = repr((self.op, self.grid, self.staged_nbytes, self.facts))
+        text = repr((self.op, self.grid, self.staged_nbytes, self.exchanged, self.facts))
         return zlib.crc32(text.encode()) or 1
 
 
@@ -153,6 +155,8 @@ class Collective(ABC):
         device_sources: Files with device code besides the plugin's own; a change in one of them
             makes kernels stale.
         communicates: Its kernels have peers: they make a Lane, and may count what it does.
+        tolerance: By how much numbers of a GPU may differ from those of `reference`, relative and
+            absolute; 0: every byte is equal.
         registered: The registry holds this very instance. Set by the registry.
     """
 
@@ -161,6 +165,7 @@ class Collective(ABC):
     block: int = 256
     device_sources: Sequence[Path] = ()
     communicates: bool = True
+    tolerance: float = 0.0
     registered: bool = False
 
     @abstractmethod
@@ -205,6 +210,23 @@ class Collective(ABC):
         """
         return self.reference(shards)
 
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        """Return inputs of one call for every rank, on the CPU; the same ones for the same seed.
+
+        Optional: `pcie_comm.testing` and `pcie-comm bench` draw their inputs here. Random numbers
+        rather than zeros; what ranks must have in common is drawn once.
+
+        Raises:
+            UnsupportedError: The plugin gives none, or does not serve this world size.
+        """
+        raise UnsupportedError(
+            f"{self.name} has no example inputs; write {type(self).__qualname__}.example_inputs",
+            reason="the plugin has no example_inputs",
+            op=self.name,
+        )
+
     def for_inputs(self, count: int) -> Collective:
         """Return the plugin for a call with `count` tensors, of those that take any number."""
         return self
@@ -241,11 +263,20 @@ def _concrete(meta: TensorMeta) -> TensorMeta:
     return replace(meta, shape=shape, strides=strides)
 
 
+def title(collective: Collective) -> str:
+    """Return a plugin's name and where it comes from, for messages."""
+    kind = type(collective)
+    return f"plugin {collective.name!r} ({kind.__module__}.{kind.__qualname__})"
+
+
 on_register: list[Callable[[Collective], None]] = []
 """Told of every plugin that becomes known by its name; what depends on the registry adds itself."""
 
 _registered: dict[str, Collective] = {}
 _loaded_points: set[tuple[str, str]] = set()
+_loading = threading.RLock()
+_broken_points: dict[str, UnsupportedError] = {}
+"""Why an entry point gave no plugin, by the entry point's name."""
 
 
 def register(collective: Collective) -> Collective:
@@ -265,12 +296,12 @@ def _add(collective: Collective) -> Collective:
         raise InvalidArgumentError(
             f"name={collective.name!r} belongs to {type(known).__qualname__}; choose another name"
         )
+    for listener in on_register:  # first: what one of them refuses is not registered
+        listener(collective)
     if known is not None:
         known.registered = False
     collective.registered = True
     _registered[collective.name] = collective
-    for listener in on_register:
-        listener(collective)
     return collective
 
 
@@ -317,25 +348,43 @@ def load_builtins() -> None:
 
 
 def _load_entry_points() -> None:
-    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    """Load what has not been tried yet. A package that fails costs nobody but its own callers."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for point in sorted(points, key=lambda one: (_package(one), one.name)):  # alike on all ranks
         if (point.name, point.value) in _loaded_points:
             continue
+        _loaded_points.add((point.name, point.value))
         try:
             loaded = point.load()
-            _add(loaded() if isinstance(loaded, type) else loaded)
-        except Exception as error:
-            raise UnsupportedError(
-                f"plugin {point.name!r} ({point.value}) does not load: {error}; "
-                "mend or uninstall its package",
+            plugin = loaded() if isinstance(loaded, type) else loaded
+            known = _registered.get(getattr(plugin, "name", ""))
+            if known is None or type(known) is not type(plugin):  # else `register` came first
+                _add(plugin)
+        except (Exception, SystemExit) as error:
+            _broken_points[point.name] = broken = UnsupportedError(
+                f"plugin {point.name!r} ({point.value}, package {_package(point) or 'unknown'}) "
+                f"does not load: {type(error).__name__}: {error}; mend or uninstall its package",
                 reason=f"entry point {point.name} failed",
-            ) from error
-        _loaded_points.add((point.name, point.value))
+                op=point.name,
+            )
+            broken.__cause__ = error
+            warnings.warn(str(broken), CommWarning, stacklevel=3)
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    """Return the name of the distribution that an entry point belongs to, if it is known."""
+    distribution = getattr(point, "dist", None)
+    return "" if distribution is None else str(distribution.name)
 
 
 def collectives() -> dict[str, Collective]:
-    """Return every registered plugin by name: built-in, then third-party entry points."""
+    """Return every registered plugin by name: built-in, then third-party entry points.
+
+    Warns once, with CommWarning, of each entry point that gives none.
+    """
     load_builtins()
-    _load_entry_points()
+    with _loading:  # ranks that are threads must see the same
+        _load_entry_points()
     return dict(_registered)
 
 
@@ -344,13 +393,18 @@ def find(name: str) -> Collective:
 
     Raises:
         InvalidArgumentError: No plugin has that name; lists those that exist.
+        UnsupportedError: The package that offers it does not load.
     """
     known = _registered.get(name)  # one look-up: every call comes by
     if known is not None:
         return known
     collectives()
-    if name not in _registered:
-        raise InvalidArgumentError(
-            f"op={name!r} is unknown; registered are {', '.join(sorted(_registered))}"
-        )
-    return _registered[name]
+    if name in _registered:
+        return _registered[name]
+    if name in _broken_points:
+        broken = _broken_points[name]
+        raise UnsupportedError(broken.args[0], reason=broken.reason, op=name) from broken.__cause__
+    failed = f"; {', '.join(sorted(_broken_points))} did not load" if _broken_points else ""
+    raise InvalidArgumentError(
+        f"op={name!r} is unknown; registered are {', '.join(sorted(_registered))}{failed}"
+    )

@@ -78,5 +78,12 @@ class VocabArgmax(Collective):
 
         return (largest_id([shard[0] for shard in shards]),)
 
+    def example_inputs(
+        self, world_size: int, rows: int, seed: int
+    ) -> Sequence[Sequence[torch.Tensor]]:
+        from .examples import draw
+
+        return draw(world_size, rows, seed, ((1024,), "bfloat16"))
+
 
 COLLECTIVES = (VocabArgmax(),)

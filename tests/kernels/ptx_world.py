@@ -105,16 +105,19 @@ class World:
         return address
 
     def call(
-        self, plugin: Collective, inputs: Sequence[Sequence[torch.Tensor]]
+        self,
+        plugin: Collective | Sequence[Collective],
+        inputs: Sequence[Sequence[torch.Tensor]],
     ) -> list[list[torch.Tensor]]:
-        """Run one call on every rank; return the outputs.
+        """Run one call on every rank, of one plugin or of each its own; return the outputs.
 
         Raises:
             AssertionError: A rank reports a failure.
         """
         memory, launches, results = self.machine.memory, [], []
+        plugins = [plugin] * self.size if isinstance(plugin, Collective) else plugin
         for rank, tensors in enumerate(inputs):
-            info = self.infos[rank]
+            info, plugin = self.infos[rank], plugins[rank]
             plan = make_plan(plugin, info, [meta_of(t) for t in tensors])
             check_plan(plugin, plan, info, plan.staged_nbytes)
             assert plan.kernel in plugin.variants()

@@ -1,0 +1,38 @@
+"""Checks of the torch operator that a registered plugin has."""
+
+from __future__ import annotations
+
+import unittest
+
+import torch
+
+from ..local import local_world
+from ..torch_ops import ALONE
+from .subject import Subject, as_tuple, same
+
+
+def is_a_torch_operator(subject: Subject) -> None:
+    """torch.ops.pcie_comm.NAME keeps its schema, and its shapes are right where nothing runs.
+
+    Skipped for a plugin that is not registered: it has no operator.
+    """
+    plugin = subject.plugin
+    if not plugin.registered or not plugin.name.isidentifier():
+        raise unittest.SkipTest("not registered, so torch knows no operator of it")
+    operator = getattr(torch.ops.pcie_comm, plugin.name)
+    if 1 not in subject.served():
+        raise unittest.SkipTest("one rank is no world for it")
+    inputs = subject.make(1, max(subject.rows))
+    with local_world(1, "cpu") as world:
+        group = () if plugin.name == ALONE else (world.groups[0].handle,)
+        arguments = (*group, *inputs[0])
+        for test in ("test_schema", "test_faketensor"):
+            outcome = torch.library.opcheck(
+                operator.default, arguments, test_utils=test, raise_exception=False
+            )
+            if outcome != {test: "SUCCESS"}:
+                subject.fail(f"opcheck: {outcome}")
+        results = as_tuple(operator(*arguments))
+    for index, (got, want) in enumerate(zip(results, subject.wanted(inputs, 0), strict=True)):
+        if not same(got, want):
+            subject.fail(f"output {index} of torch.ops.pcie_comm.{plugin.name} is wrong")
