@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -53,28 +54,41 @@ class Part:
 
 FIRST = Part(("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"))
 ALONE = (
-    Part(("tests/gpu/test_graph_lifetimes.py", "tests/gpu/test_full_device.py")),
-    Part(("tests/gpu/test_two_streams.py", "tests/gpu/test_stats.py")),
+    Part(
+        (
+            "tests/gpu/test_two_streams.py",
+            "tests/gpu/test_stats.py",
+            "tests/gpu/test_graph_lifetimes.py",
+            "tests/gpu/test_full_device.py",
+        )
+    ),
+    Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
     Part(("tests/gpu/test_processes.py",)),
-    Part(("tests/gpu/test_topology.py",)),
-    Part(("tests/gpu/test_decode_example.py",)),
-    Part(("tests/gpu/test_torch_arrays.py", "tests/gpu/test_torch_dist.py")),
 )
 """What measures time, or needs the device to itself; one after another."""
 
 TOGETHER = (
-    Part(("tests/gpu/test_exact.py",), "eager"),
+    Part(("tests/gpu/test_exact.py",), "eager and VRAM"),
+    Part(("tests/gpu/test_exact.py",), "eager and not VRAM"),
     Part(("tests/gpu/test_exact.py",), "not eager"),
     Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
     Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
-    Part(("tests/gpu/test_all_collectives.py", "tests/gpu/test_model_routers.py")),
-    Part(("tests/gpu/test_example_plugin.py",)),
+    Part(("tests/gpu/test_all_collectives.py", "tests/gpu/test_example_plugin.py")),
+    Part(
+        (
+            "tests/gpu/test_model_routers.py",
+            "tests/gpu/test_torch_arrays.py",
+            "tests/gpu/test_torch_dist.py",
+        )
+    ),
+    Part(("tests/gpu/test_decode_example.py",)),
 )
 """What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
 that no file is left out."""
 
 BENCH_LIMIT_S = 100
+TOGETHER_LIMIT_S = 270
 
 
 def output_of(*command: str) -> str:
@@ -170,7 +184,7 @@ class Run:
             process.kill()
             process.wait()
 
-    def test(self, part: Part) -> None:
+    def test(self, part: Part, limit_s: float = math.inf) -> None:
         """Run a part in a process of its own; note outcomes and figures."""
         name = f"{len(self.started_parts)}"
         self.started_parts.append(part)
@@ -179,7 +193,7 @@ class Run:
         chosen = ["-k", part.chosen] if part.chosen else []
         code = self.call(
             [*command, *part.paths, *chosen, f"--junit-xml={junit}"],
-            self.limit_s,
+            min(limit_s, self.limit_s),
             PCIE_COMM_TEST_FIGURES=str(figures),
             PYTHONUNBUFFERED="1",
         )
@@ -199,7 +213,7 @@ class Run:
     def test_together(self, parts: Sequence[Part]) -> None:
         """Run parts at the same time."""
         with ThreadPoolExecutor(len(parts)) as pool:
-            list(pool.map(self.test, parts))
+            list(pool.map(lambda part: self.test(part, TOGETHER_LIMIT_S), parts))
 
     def bench(self) -> None:
         """Run the short benchmark; note its report, as far as it came, and its exit code."""
@@ -254,9 +268,9 @@ def main() -> int:
         run.save()
         run.test(FIRST)
         run.bench()
+        run.test_together(TOGETHER)
         for part in ALONE:
             run.test(part)
-        run.test_together(TOGETHER)
         missing = run.conclude()
         report = run.report
     print(f"{report['counts']} in {report['seconds']} s; report: {arguments.out}")

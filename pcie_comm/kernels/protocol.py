@@ -336,17 +336,17 @@ class Lane(DeviceObject):
         began = self.clock()
         seen = ~self.flag
         code = Uint32(0)
-        polls = Int32(0)
         started = Uint32(0)
         elapsed = Uint32(0)
         while seen != self.flag and code == Uint32(0):
-            seen = prim.poll(address)
-            polls += Int32(1)
-            if polls == Int32(POLLS_PER_CHECK):
-                polls = Int32(0)
+            polls = Int32(0)
+            while seen != self.flag and polls != Int32(POLLS_PER_CHECK):  # nothing else in here
+                seen = prim.poll(address)
+                polls += Int32(1)
+            if seen != self.flag:
                 started, elapsed = self.time_since(started)
                 code = self.hopeless(elapsed >> relayed)
-                other = Uint32(seen) == self.epoch and seen != self.flag and seen != Uint64(0)
+                other = Uint32(seen) == self.epoch and seen != Uint64(0)
                 code = num.select(other, Uint32(StatusLayout.CODE_MISMATCH), code)
         return Wait(code, peer, seen, elapsed, Uint64(self.clock() - began))
 

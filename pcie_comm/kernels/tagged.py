@@ -44,15 +44,15 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
     missing = enabled
     unit = (Uint32(0), Uint32(0), Uint32(0), Uint32(0))
     code = Uint32(0)
-    polls = Int32(0)
     started = Uint32(0)
     elapsed = Uint32(0)
     while missing != Uint32(0) and code == Uint32(0):
-        unit = prim.load_unit(address)
-        missing = _missing(lane, unit)
-        polls += Int32(1)
-        if polls == Int32(POLLS_PER_CHECK):
-            polls = Int32(0)
+        polls = Int32(0)
+        while missing != Uint32(0) and polls != Int32(POLLS_PER_CHECK):  # nothing else in here
+            unit = prim.load_unit(address)
+            missing = _missing(lane, unit)
+            polls += Int32(1)
+        if missing != Uint32(0):
             started, elapsed = lane.time_since(started)
             code = lane.hopeless(elapsed)
     cute.arch.sync_warp()

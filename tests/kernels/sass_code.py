@@ -217,6 +217,10 @@ class Sass:
             return falls
         return {None: jumps | falls, True: jumps, False: falls}[taken]
 
+    def _ways(self, place: int) -> set[int]:
+        """Return what may be next, whatever the registers hold."""
+        return self._followers(place, condition(self.code[place], {}), self._returns)
+
     def follow(self, place: int, state: State) -> tuple[State, set[int]]:
         """See machine_code.Follow."""
         one = self.code[place]
@@ -258,7 +262,5 @@ class Sass:
         if strong != len(self.program.places(*known)):
             lost = strong - len(self.program.places(*known))
             findings.append(f"{lost} strong stores without a fence before them")
-        findings += meeting_findings(
-            self.code, lambda place: self._followers(place, None, self._returns)
-        )
+        findings += meeting_findings(self.code, self._ways)
         return findings + order_findings(self.program, self.kind)

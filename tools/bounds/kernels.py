@@ -56,6 +56,7 @@ def await_unit(lane: Lane, address: Int64, peer: Int32, enabled: Uint32) -> tupl
     while missing != Uint32(0):
         unit = prim.load_unit(address)
         missing = tagged._missing(lane, unit)
+    cute.arch.sync_warp()
     return (unit[0], unit[2]), no_wait()
 
 
