@@ -207,7 +207,7 @@ class Player:
         if self.is_victim:
             time.sleep(HEAD_START_S)
             self.fall(group)
-            group.check()  # whoever aborts makes no further call, or that could complete the others'
+            group.check()  # whoever aborts calls no more: that could complete the others' calls
         if stage == "idle" and not (self.is_victim and self.plan.kind == "stop"):
             deadline = time.monotonic() + 10.0
             while time.monotonic() < deadline:
