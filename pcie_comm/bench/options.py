@@ -145,8 +145,8 @@ ON_CPU = Options(
 )
 SHORTER: dict[str, Any] = {
     "operations": (FUSED, PAIR, ROUTER),
-    "rows": (1, 8),
-    "protocols": ("tagged", "push"),
+    "rows": (1, 8, 64),
+    "protocols": ("auto",),
     "samples": 11,
     "cold": False,
 }
