@@ -24,7 +24,7 @@ from .layout import (
     next_epoch,
     slot_of,
 )
-from .reference_engine import ReferenceEngine
+from .reference_engine import ReferenceEngine, pack, packed_nbytes, unpack
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
 from .watch.cause import doubts
@@ -55,10 +55,40 @@ class HostEngine(ReferenceEngine):
         self._fence = threading.Lock()
 
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        payload = [dense(inputs[i]) for i in plan.exchanged]
+        nbytes = packed_nbytes(payload)
+        fits = nbytes <= self.layout.segment_nbytes
+        brought = self._round(plan, payload) if fits else self._rounds(plan, payload, nbytes)
+        shards: list[Sequence[torch.Tensor]] = []
+        for fetched in brought:
+            shard = list(inputs)
+            for index, tensor in zip(plan.exchanged, fetched, strict=True):
+                shard[index] = tensor
+            shards.append(shard)
+        return shards
+
+    def _rounds(
+        self, plan: Plan, payload: Sequence[torch.Tensor], nbytes: int
+    ) -> list[list[torch.Tensor]]:
+        """Exchange what is larger than a slot: the same, slot by slot, an epoch for each.
+
+        The first flag names the whole call, as every one does.
+        """
+        own = torch.empty(nbytes, dtype=torch.uint8)
+        pack(payload, own)
+        rows = [torch.empty_like(own) for _ in self._bytes]
+        step = self.layout.segment_nbytes
+        for begin in range(0, nbytes, step):
+            brought = self._round(plan, [own[begin : begin + step]])
+            for row, (data,) in zip(rows, brought, strict=True):
+                row[begin : begin + step] = data
+        return [unpack(row, payload) for row in rows]
+
+    def _round(self, plan: Plan, payload: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Exchange what fits a slot; return every rank's, in rank order."""
         self.epoch = next_epoch(self.epoch)
         slot = slot_of(self.epoch)
         push = self.push
-        payload = [dense(inputs[i]) for i in plan.exchanged]
         for target in range(len(self._bytes)) if push else (self.rank,):
             writer = self.rank if push else 0
             self._write(target, self.layout.segment_offset(slot, writer), payload)
@@ -70,15 +100,11 @@ class HostEngine(ReferenceEngine):
         self._await_all(plan, slot, value)
         with self._fence:
             pass
-        shards: list[Sequence[torch.Tensor]] = []
+        brought = []
         for peer in range(len(self._bytes)):
             source, writer = (self.rank, peer) if push else (peer, 0)
-            fetched = self._read(source, self.layout.segment_offset(slot, writer), payload)
-            shard = list(inputs)
-            for index, tensor in zip(plan.exchanged, fetched, strict=True):
-                shard[index] = tensor
-            shards.append(shard)
-        return shards
+            brought.append(self._read(source, self.layout.segment_offset(slot, writer), payload))
+        return brought
 
     def _flag(self, owner: int, slot: int, writer: int) -> np.ndarray:
         offset = self.layout.flag_offset(slot, 0, writer)

@@ -22,6 +22,7 @@ class AllGatherHeads(Collective):
     name = "all_gather_heads"
     num_inputs = 1
     block = BLOCK
+    row_inputs = (0,)
 
     def num_scalars(self, key: KernelKey) -> int:
         return 7

@@ -22,6 +22,7 @@ class AllGatherPair(Collective):
     name = "all_gather_pair"
     num_inputs = 2
     block = BLOCK
+    row_inputs = (0, 1)
 
     def num_outputs(self) -> int:
         return 2

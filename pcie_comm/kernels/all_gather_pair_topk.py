@@ -60,6 +60,7 @@ class AllGatherPairTopk(Collective):
     """
 
     block = BLOCK
+    row_inputs = (0, 1)
 
     def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
         self.spec = spec

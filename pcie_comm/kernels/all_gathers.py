@@ -37,6 +37,7 @@ class AllGather(Collective):
 
     def __init__(self, count: int = 1) -> None:
         self.num_inputs = count
+        self.row_inputs = range(count)
 
     def for_inputs(self, count: int) -> Collective:
         if not 1 <= count <= MAX_TENSORS:
@@ -97,6 +98,10 @@ class Barrier(AllGather):
     """
 
     name = "barrier"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row_inputs = ()
 
     def for_inputs(self, count: int) -> Collective:
         return self

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .columns import BLOCK, row_nbytes
+from .columns import BLOCK, row_nbytes, share_of_bytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
@@ -18,6 +19,7 @@ class _Reduction(Collective):
 
     num_inputs = 1
     block = BLOCK
+    row_inputs = (0,)
     scatter = False
 
     def num_scalars(self, key: KernelKey) -> int:
@@ -53,6 +55,16 @@ class AllReduce(_Reduction):
         check_reduced(self.name, "local", local, info.max_rows)
         outputs = (OutputSpec(local.shape, local.dtype),)
         return plan_reduction(self.name, info, local, outputs, Parts(row_nbytes(local)))
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]]:
+        """See Collective.plan_columns. A part of a row is a row."""
+        (local,) = tensors
+        begin, end = share_of_bytes(row_nbytes(local), part, parts)
+        numbers = (end - begin) // local.itemsize
+        plan = self.plan(info, replace(local, shape=(1, numbers), strides=(numbers, 1)))
+        return plan, (begin, begin)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference_sums import sum_of_ranks

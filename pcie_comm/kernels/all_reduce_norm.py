@@ -34,6 +34,7 @@ class AllReduceRmsNorm(Collective):
     name = "all_reduce_rms_norm"
     num_inputs = 3
     block = BLOCK
+    row_inputs = (0, 1)
 
     def __init__(self, eps: float = 1e-6) -> None:
         self.eps = eps

@@ -32,6 +32,7 @@ class LseReduceScatter(Collective):
     name = "lse_reduce_scatter"
     num_inputs = 2
     block = BLOCK
+    row_inputs = (0, 1)
 
     def num_scalars(self, key: KernelKey) -> int:
         return 14

@@ -74,7 +74,7 @@ class PlanInfo:
         world_size: Number of ranks.
         protocol: `pull` or `push`.
         segment_nbytes: What one rank may stage in one slot.
-        max_rows: Most rows of one call.
+        max_rows: Most rows of one call, for collectives that cannot be cut (`row_inputs`).
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
         limits: Sizes up to which `auto` means tagged push, and push.
@@ -150,6 +150,9 @@ class Collective(ABC):
         block: Threads per block of its kernels.
         device_sources: Files with device code besides the plugin's own; a change in one of them
             makes kernels stale.
+        row_inputs: Inputs whose first dimension counts rows, if a call is the same as calls on
+            ranges of its rows, one after another, and all outputs have these rows first. Then a
+            call may have any number of rows: what does not fit a slot is cut. Empty: never cut.
         registered: The registry holds this very instance. Set by the registry.
     """
 
@@ -157,6 +160,7 @@ class Collective(ABC):
     num_inputs: int = 1
     block: int = 256
     device_sources: Sequence[Path] = ()
+    row_inputs: Sequence[int] = ()
     registered: bool = False
 
     @abstractmethod
@@ -200,6 +204,22 @@ class Collective(ABC):
         `reference` returns those of rank 0 then.
         """
         return self.reference(shards)
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]] | None:
+        """Plan a part of a call of one row that does not fit a slot; None if rows are never cut.
+
+        Args:
+            info: Of the group.
+            part: Which one, from 0; part 0 stages most.
+            parts: How many there are.
+            tensors: Of the whole call.
+
+        Returns:
+            The plan of the launch, and per input and output where it begins, in bytes.
+        """
+        return None
 
     def for_inputs(self, count: int) -> Collective:
         """Return the plugin for a call with `count` tensors, of those that take any number."""
