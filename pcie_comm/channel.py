@@ -330,7 +330,7 @@ class Channel(Collectives):
         pieces: tuple[Piece, ...] = ()
         if isinstance(self.engine, ReferenceEngine):  # no call is too large for it
             plan = make_plan(collective, any_rows(collective, info), metas)
-            check_plan(collective, plan, info, 0)
+            check_plan(collective, plan, info, 0 if collective.row_inputs else plan.staged_nbytes)
         else:
             plan, pieces = plan_call(collective, info, metas)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)

@@ -120,7 +120,7 @@ class CudaEngine:
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Compile or load every kernel a call of `collective` may need under these protocols."""
         others = {"push", "pull", "tagged"} - set(protocols)
-        for key in collective.variants():
+        for key in collective.needed(self.world_size):
             if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)
 

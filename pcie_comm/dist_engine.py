@@ -25,7 +25,7 @@ import torch
 from .dist_blame import Blame
 from .errors import CommError, MismatchError, PeerError, UnsupportedError
 from .layout import next_epoch
-from .reference_engine import ReferenceEngine, pack, packed_nbytes, unpack
+from .reference_engine import ReferenceEngine, likes, pack, packed_nbytes, unpack
 from .span import Span
 from .tensors import dense, is_capturing
 from .transport.torch_dist import HEADER_NBYTES, Flight, Rail
@@ -148,16 +148,17 @@ class DistEngine(ReferenceEngine):
             self._blame.tell(error)
             raise
         shards: list[Sequence[torch.Tensor]] = []
-        for row in rows:
+        for row, like in zip(rows, likes(plan, payload, len(rows)), strict=True):
             shard = list(inputs)
-            for index, tensor in zip(plan.exchanged, unpack(row, payload), strict=True):
+            for index, tensor in zip(plan.exchanged, unpack(row, like), strict=True):
                 shard[index] = tensor
             shards.append(shard)
         return shards
 
     def _gather(self, plan: Plan, payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return every rank's payload as a row of bytes, in rank order."""
-        own = _packed(payload, self.device)
+        most = max(map(packed_nbytes, likes(plan, payload, 1)))
+        own = _packed(payload, most, self.device)
         started = time.perf_counter_ns()
         held = self._across(plan, own)
         crossed = time.perf_counter_ns()
@@ -281,9 +282,8 @@ class DistEngine(ReferenceEngine):
             inner.close()
 
 
-def _packed(payload: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a header's place and the bytes of dense tensors, each on a boundary of its own."""
-    nbytes = HEADER_NBYTES + packed_nbytes(payload)
-    row = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+def _packed(payload: Sequence[torch.Tensor], nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return a header's place and `nbytes` bytes, those of dense tensors first."""
+    row = torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8, device=device)
     pack(payload, row[HEADER_NBYTES:])
     return row

@@ -24,7 +24,7 @@ from .layout import (
     next_epoch,
     slot_of,
 )
-from .reference_engine import ReferenceEngine, pack, packed_nbytes, unpack
+from .reference_engine import ReferenceEngine, likes, pack, packed_nbytes, unpack
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
 from .watch.cause import doubts
@@ -56,9 +56,12 @@ class HostEngine(ReferenceEngine):
 
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         payload = [dense(inputs[i]) for i in plan.exchanged]
-        nbytes = packed_nbytes(payload)
-        fits = nbytes <= self.layout.segment_nbytes
-        brought = self._round(plan, payload) if fits else self._rounds(plan, payload, nbytes)
+        like = likes(plan, payload, len(self._bytes))
+        nbytes = max(map(packed_nbytes, like))
+        if nbytes <= self.layout.segment_nbytes:
+            brought = self._round(plan, payload, like)
+        else:
+            brought = self._rounds(plan, payload, like, nbytes)
         shards: list[Sequence[torch.Tensor]] = []
         for fetched in brought:
             shard = list(inputs)
@@ -68,7 +71,11 @@ class HostEngine(ReferenceEngine):
         return shards
 
     def _rounds(
-        self, plan: Plan, payload: Sequence[torch.Tensor], nbytes: int
+        self,
+        plan: Plan,
+        payload: Sequence[torch.Tensor],
+        like: Sequence[Sequence[torch.Tensor]],
+        nbytes: int,
     ) -> list[list[torch.Tensor]]:
         """Exchange what is larger than a slot: the same, slot by slot, an epoch for each.
 
@@ -79,13 +86,19 @@ class HostEngine(ReferenceEngine):
         rows = [torch.empty_like(own) for _ in self._bytes]
         step = self.layout.segment_nbytes
         for begin in range(0, nbytes, step):
-            brought = self._round(plan, [own[begin : begin + step]])
-            for row, (data,) in zip(rows, brought, strict=True):
-                row[begin : begin + step] = data
-        return [unpack(row, payload) for row in rows]
+            data = [own[begin : begin + step]]
+            brought = self._round(plan, data, [data] * len(rows))
+            for row, (piece,) in zip(rows, brought, strict=True):
+                row[begin : begin + step] = piece
+        return [unpack(row, shapes) for row, shapes in zip(rows, like, strict=True)]
 
-    def _round(self, plan: Plan, payload: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Exchange what fits a slot; return every rank's, in rank order."""
+    def _round(
+        self,
+        plan: Plan,
+        payload: Sequence[torch.Tensor],
+        like: Sequence[Sequence[torch.Tensor]],
+    ) -> list[list[torch.Tensor]]:
+        """Exchange what fits a slot; return every rank's, in rank order, shaped as `like`."""
         self.epoch = next_epoch(self.epoch)
         slot = slot_of(self.epoch)
         push = self.push
@@ -103,7 +116,8 @@ class HostEngine(ReferenceEngine):
         brought = []
         for peer in range(len(self._bytes)):
             source, writer = (self.rank, peer) if push else (peer, 0)
-            brought.append(self._read(source, self.layout.segment_offset(slot, writer), payload))
+            offset = self.layout.segment_offset(slot, writer)
+            brought.append(self._read(source, offset, like[peer]))
         return brought
 
     def _flag(self, owner: int, slot: int, writer: int) -> np.ndarray:
@@ -119,7 +133,7 @@ class HostEngine(ReferenceEngine):
     def _read(self, source: int, offset: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         fetched = []
         for tensor in like:
-            copy = torch.empty_like(tensor)  # dense, as `tensor` is
+            copy = torch.empty_like(tensor, device="cpu")  # dense, as `tensor` is
             view = byte_view(copy).numpy()
             view[:] = self._bytes[source][offset : offset + view.size]
             fetched.append(copy)

@@ -122,6 +122,19 @@ class ReferenceEngine(ABC):
         """Give back what the engine holds. Requires: `synchronize` came before. Idempotent."""
 
 
+def likes(plan: Plan, payload: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Return by rank tensors that are shaped as those it exchanges; without memory, if not own."""
+    if not plan.shards:
+        return [list(payload)] * ranks
+    return [
+        [
+            torch.empty(shape, dtype=one.dtype, device="meta")
+            for shape, one in zip(shapes, payload, strict=True)
+        ]
+        for shapes in plan.shards
+    ]
+
+
 def packed_nbytes(payload: Sequence[torch.Tensor]) -> int:
     """Return the bytes of tensors that lie one behind the other, each on a boundary of its own."""
     sizes = (tensor.numel() * tensor.itemsize for tensor in payload)

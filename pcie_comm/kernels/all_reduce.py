@@ -23,7 +23,7 @@ class _Reduction(Collective):
     scatter = False
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 7
+        return 8 if self.scatter else 7
 
     def variants(self) -> Sequence[KernelKey]:
         return reduce_variants(self.name)
@@ -88,8 +88,19 @@ class ReduceScatter(_Reduction):
         check_reduced(self.name, "local", local, info.max_rows)
         width = divided(self.name, "columns", local.shape[1], world)
         outputs = (OutputSpec((local.shape[0], width, *local.shape[2:]), local.dtype),)
-        parts = Parts(row_nbytes(local) // world, count=world)
+        size = row_nbytes(local) // world
+        parts = Parts(size, apart=size, count=world)
         return plan_reduction(self.name, info, local, outputs, parts)
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]]:
+        """See Collective.plan_columns. Of every owner's columns the same part."""
+        (local,) = tensors
+        size = row_nbytes(local) // info.world_size
+        begin, end = share_of_bytes(size, part, parts)
+        one = Parts(end - begin, apart=size, count=info.world_size)
+        return plan_reduction(self.name, info, local, (), one), (begin, begin)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         return self.reference_for(0, shards)

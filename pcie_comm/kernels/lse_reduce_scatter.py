@@ -35,7 +35,7 @@ class LseReduceScatter(Collective):
     row_inputs = (0, 1)
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 14
+        return 16
 
     def variants(self) -> Sequence[KernelKey]:
         return [key for key in reduce_variants(self.name) if key.variant[0] != "tagged"]
@@ -55,6 +55,7 @@ class LseReduceScatter(Collective):
         head_nbytes = dim * partial.itemsize
         parts = Parts(
             local * head_nbytes,
+            apart=local * head_nbytes,
             count=world,
             beside=align_up(rows * local * 4, STAGED_ALIGNMENT),
             item=head_nbytes,
@@ -74,6 +75,7 @@ class LseReduceScatter(Collective):
                 divisor(head_nbytes),
                 per_block,
                 divisor(per_block),
+                local,
             ),
             exchanged=(0, 1),
         )

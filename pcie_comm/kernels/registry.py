@@ -123,6 +123,7 @@ class Plan:
             a call without communication.
         facts: What must be equal on all ranks for the call to match; goes into the signature.
             Not the kernel's variant: ranks whose tensors are aligned differently still match.
+        shards: Per rank, the shapes of its exchanged inputs, if they differ between ranks.
     """
 
     op: str
@@ -133,6 +134,7 @@ class Plan:
     staged_nbytes: int = 0
     exchanged: tuple[int, ...] = ()
     facts: tuple[object, ...] = field(default=())
+    shards: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def signature(self) -> int:
@@ -175,6 +177,10 @@ class Collective(ABC):
     @abstractmethod
     def variants(self) -> Sequence[KernelKey]:
         """Return every kernel that `plan` can ask for, for ahead-of-time builds."""
+
+    def needed(self, world_size: int) -> Sequence[KernelKey]:
+        """Return those of `variants` that calls of a group of this size may ask for."""
+        return self.variants()
 
     @abstractmethod
     def kernel(self, key: KernelKey) -> Any:
