@@ -136,58 +136,6 @@ class Collectives(Calls):
         check_collective(collective)
         return self._issue(collective, tensors, out)
 
-    def all_gather_pair(
-        self,
-        local_first: torch.Tensor,
-        local_second: torch.Tensor,
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather two tensors by columns in one launch; bytes are moved, never converted.
-
-        Collective, on the current stream, capturable after `prepare`.
-
-        Args:
-            local_first: [rows, w1], bf16, fp16, fp32 or fp8; rows at any stride.
-            local_second: [rows, w2], likewise, of any of these dtypes.
-            out: [rows, W*w1] and [rows, W*w2], contiguous; allocated if None.
-
-        Returns:
-            Both gathered tensors, column shards in rank order.
-
-        Raises:
-            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            BrokenError: The channel failed earlier.
-        """
-        tensors = (local_first, local_second)
-        results: tuple[torch.Tensor, torch.Tensor] = (
-            tracing.call(self, "all_gather_pair", tensors, out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_pair"), tensors, out)
-        )
-        return results
-
-    def all_gather_heads(
-        self, local_heads: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Gather attention heads: [rows, heads/W, dim] -> [rows, heads, dim].
-
-        Collective, on the current stream, capturable after `prepare`.
-
-        Args:
-            local_heads: [rows, heads/W, dim], bf16, fp16 or fp8; rows at any stride.
-            out: [rows, heads, dim], contiguous; allocated if None.
-
-        Raises:
-            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            BrokenError: The channel failed earlier.
-        """
-        heads: torch.Tensor = (
-            tracing.call(self, "all_gather_heads", (local_heads,), out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_heads"), (local_heads,), out)
-        )
-        return heads
-
     def all_gather_pair_kimi_topk(
         self,
         local_down: torch.Tensor,
@@ -203,8 +151,9 @@ class Collectives(Calls):
         `kimi_topk16` on the gathered router row, bit for bit, and byte-equal on all ranks.
 
         Args:
-            local_down: [rows, 3584/W] bf16; rows at any stride.
-            local_router: [rows, 896/W] fp32 logits; rows at any stride.
+            local_down: [rows, 3584/W] bf16; rows at any stride. What does not divide by W lies as
+                torch.tensor_split cuts it.
+            local_router: [rows, 896/W] fp32 logits, likewise; rows at any stride.
             correction_bias: [896] fp32, the same on every rank.
             out: down [rows, 3584] bf16, weights [rows, 16] fp32, ids [rows, 16] int32.
             spec: The router; `RouterSpec(..., numerics="vllm")` for vLLM's sigmoid.
@@ -214,7 +163,6 @@ class Collectives(Calls):
 
         Raises:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            UnsupportedError: 896 does not divide by the world size.
             BrokenError: The channel failed earlier.
         """
         tensors = (local_down, local_router, correction_bias)

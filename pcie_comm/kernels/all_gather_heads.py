@@ -23,7 +23,7 @@ class AllGatherHeads(Gather):
     row_inputs = (0,)
 
     def __init__(self, heads: int | None = None) -> None:
-        self._count(None if heads is None else (heads,))
+        self._take(None if heads is None else (heads,))
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
         """See Collective.plan, and Gather.planned for the scalars."""

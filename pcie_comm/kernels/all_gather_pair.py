@@ -25,7 +25,7 @@ class AllGatherPair(Gather):
     row_inputs = (0, 1)
 
     def __init__(self, widths: Sequence[int] | None = None) -> None:
-        self._count(widths)
+        self._take(widths)
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
         """See Collective.plan, and Gather.planned for the scalars."""

@@ -59,8 +59,6 @@ class AllGatherPairTopk(Collective):
     row_inputs = (0, 1)
 
     def __init__(self, spec: RouterSpec = KIMI_K3, width: int | None = None) -> None:
-        if width is not None and (type(width) is not int or width < 1):
-            raise InvalidArgumentError(f"width={width!r} is no width of a row; give 1 or more")
         self.spec = spec
         self.width = HIDDEN if is_kimi(spec) else width
         self.name = "all_gather_pair_kimi_topk" if is_kimi(spec) else "all_gather_pair_topk"

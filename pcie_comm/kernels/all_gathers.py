@@ -36,7 +36,7 @@ class AllGather(Gather):
         self.num_inputs = count
         self.row_inputs = range(count)
         self.kind = (count,)
-        self._count(widths)
+        self._take(widths)
 
     def for_inputs(self, count: int) -> Collective:
         if not 1 <= count <= MAX_TENSORS:

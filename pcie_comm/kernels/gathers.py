@@ -29,7 +29,7 @@ class Gather(Collective):
     columns: tuple[int, ...] | None = None
     kind: tuple[int, ...] = ()
 
-    def _count(self, columns: Sequence[int] | None) -> None:
+    def _take(self, columns: Sequence[int] | None) -> None:
         """Take the columns of gathered rows.
 
         Raises:
@@ -37,8 +37,9 @@ class Gather(Collective):
         """
         if columns is None:
             return
-        right = all(type(one) is int and one > 0 for one in columns)
-        if not right or len(columns) != self.num_inputs:
+        given: object = columns
+        right = isinstance(given, (tuple, list)) and len(given) == self.num_inputs
+        if not right or not all(type(one) is int and one > 0 for one in columns):
             raise InvalidArgumentError(
                 f"widths={columns!r} are no widths of gathered rows; give a positive integer for "
                 f"each of the {self.num_inputs} tensors",

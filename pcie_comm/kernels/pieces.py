@@ -158,12 +158,12 @@ def _column_pieces(
     plan = make_plan(collective, info, metas)
     parts = -(-plan.staged_nbytes // info.segment_nbytes)
     first = collective.plan_columns(info, 0, parts, *metas)
-    if first is None:
-        check_plan(collective, plan, info, plan.staged_nbytes)  # raises
     while first is not None and first[0].staged_nbytes > info.segment_nbytes:
         parts += -(-parts // 16)
         _check_parts(collective, parts, metas)
         first = collective.plan_columns(info, 0, parts, *metas)
+    if first is None:
+        check_plan(collective, plan, info, plan.staged_nbytes)  # raises
     plans: dict[Plan, Plan] = {}
     found = []
     for part in range(parts):

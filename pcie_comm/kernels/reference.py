@@ -192,11 +192,11 @@ def _concatenate_bytes(
         raise InvalidArgumentError(f"nothing to gather: shards=0; {wanted}")
     first = shards[0]
     for rank, shard in enumerate(shards):
-        alike = (shard.dtype, shard.device) == (first.dtype, first.device)
-        shapes = (shard.shape, first.shape)
-        if uneven:
-            shapes = ((*shard.shape[:1], *shard.shape[2:]), (*first.shape[:1], *first.shape[2:]))
-        alike = alike and shapes[0] == shapes[1]
+        ours, theirs = (
+            [*one.shape[:1], *one.shape[2 if uneven else 1 :], one.dtype, one.device]
+            for one in (shard, first)
+        )
+        alike = ours == theirs
         if shard.ndim != len(axes) or not alike:
             raise InvalidArgumentError(
                 f"shard of rank {rank} does not fit: shard={_describe(shard)}, "

@@ -210,7 +210,7 @@ def plan_part(
 ) -> tuple[Plan, tuple[int, ...]]:
     """Plan a part of a row of a gather; see Collective.plan_columns.
 
-    `columns` are those of each gathered row, if shards are uneven; the others are as of plan_uneven.
+    `columns` are those of each gathered row, if shards are uneven; the rest is as of plan_uneven.
     """
     world = info.world_size
     total = columns or [meta.shape[1] * world for meta in tensors]

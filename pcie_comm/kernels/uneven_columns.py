@@ -7,6 +7,7 @@ nothing is loaded, and nothing written to an output, where a shorter row has end
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Int32, Int64, Uint32
 
@@ -32,7 +33,7 @@ class UnevenColumns(Columns):
 
     @classmethod
     def of(
-        cls, lane: Lane, rows: Int32, staged: Int64, source: Int64, output: Int64, scalars: tuple
+        cls, lane: Lane, rows: Int32, staged: Int64, source: Int64, output: Int64, scalars: Any
     ) -> UnevenColumns:
         """Return the tensor that plan scalars describe, see uneven.uneven_scalars."""
         row_nbytes = Int32(scalars[0])
