@@ -69,6 +69,7 @@ TOGETHER = (
     Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
     Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
     Part(("tests/gpu/test_all_collectives.py", "tests/gpu/test_model_routers.py")),
+    Part(("tests/gpu/test_large_payloads.py", "tests/gpu/test_uneven_shards.py")),
 )
 """What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
 that no file is left out."""
