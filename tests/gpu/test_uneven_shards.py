@@ -35,7 +35,7 @@ def replayed(world, call, outputs) -> None:
         world.run(lambda group: graphs[group.rank].replay())
 
 
-@pytest.mark.parametrize("size", [3, 6, 12])
+@pytest.mark.parametrize("size", [3, 12])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_kimi_is_stand_alone_bit_for_bit(protocol, memory, size):
@@ -44,7 +44,7 @@ def test_kimi_is_stand_alone_bit_for_bit(protocol, memory, size):
     with open_world(size, memory, protocol, slot_nbytes=1 << 20) as world:
         for group in world.groups:
             group.prepare(KIMI)
-        for rows, spec in ((1, None), (8, harness.VLLM), (33, None), (400, None)):
+        for rows, spec in ((1, None), (33, harness.VLLM), (400, None)):
             down = torch.randn(rows, 3584, device="cuda").bfloat16()
             logits = torch.randn(rows, 896, device="cuda").mul(4).round().div(4)
             logits.view(-1)[::97] = float("nan")
