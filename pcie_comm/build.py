@@ -203,9 +203,12 @@ def resolve_routers(names: Sequence[str]) -> list[RouterSpec]:
 
 
 def own_jobs(archs: Sequence[str]) -> list[Job]:
-    """Return the jobs for the collectives of this package, without those of other packages."""
+    """Return the jobs for the collectives of this package that are registered: what a wheel holds.
+
+    Not among them: the collectives of other packages, and gathers of several tensors in a launch.
+    """
     own = [op for op, one in collectives().items() if type(one).__module__.startswith("pcie_comm.")]
-    return jobs(archs, own)
+    return [job for job in jobs(archs, own) if job.collective is None]
 
 
 def build_all(

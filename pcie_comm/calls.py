@@ -1,4 +1,4 @@
-"""Calls beyond those of Kimi K3, as methods of a group and of a channel."""
+"""The gathers and the fused operation of any router, as methods of a group and of a channel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .errors import InvalidArgumentError
 from .kernels.registry import Collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
@@ -22,20 +24,55 @@ def router_collective(spec: RouterSpec) -> Collective:
     return _routers[spec]
 
 
-def fused_collective(spec: RouterSpec) -> Collective:
-    """Return the fused plugin of a router, the same object for the same spec."""
+def fused_collective(spec: RouterSpec, width: int | None = None) -> Collective:
+    """Return the fused plugin of a router, the same object for the same spec and width."""
     if spec is KIMI_K3:
         return find("all_gather_pair_kimi_topk")  # without the cost of hashing the spec
     check_spec(spec)
-    if spec not in _fused:
+    if width is not None:
+        check_width(width)
+    known = _fused.get((spec, width))
+    if known is None:
         from .kernels.all_gather_pair_topk import AllGatherPairTopk
 
-        _fused[spec] = AllGatherPairTopk(spec)
-    return _fused[spec]
+        known = _fused[spec, width] = AllGatherPairTopk(spec, width)
+    return known
+
+
+def _pair_of(widths: object) -> Collective:
+    """Return the plugin for gathered rows of these widths, the same object for the same ones.
+
+    Raises:
+        InvalidArgumentError: They are no two positive integers.
+    """
+    right = type(widths) is tuple and set(map(type, widths)) == {int}
+    known = _pairs.get(widths) if right else None
+    if known is None:
+        from .kernels.all_gather_pair import AllGatherPair
+
+        made = AllGatherPair(widths)  # type: ignore[arg-type]
+        known = _pairs.setdefault(made.columns, made)
+    return known
+
+
+def _heads_of(heads: object) -> Collective:
+    """Return the plugin for so many heads, the same object for the same number.
+
+    Raises:
+        InvalidArgumentError: It is no positive integer.
+    """
+    known = _heads.get(heads) if type(heads) is int else None
+    if known is None:
+        from .kernels.all_gather_heads import AllGatherHeads
+
+        known = _heads[heads] = AllGatherHeads(heads)  # type: ignore[arg-type]
+    return known
 
 
 _routers: dict[RouterSpec, Collective] = {}
-_fused: dict[RouterSpec, Collective] = {}
+_fused: dict[tuple[RouterSpec, int | None], Collective] = {}
+_pairs: dict[object, Collective] = {}
+_heads: dict[object, Collective] = {}
 
 
 def check_spec(spec: object) -> None:
@@ -46,6 +83,16 @@ def check_spec(spec: object) -> None:
     """
     if not isinstance(spec, RouterSpec):
         raise InvalidArgumentError(f"spec={spec!r} is no RouterSpec; give one, or leave it out")
+
+
+def check_width(width: object) -> None:
+    """Check that `width=` is the width of a row.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if type(width) is not int or width < 1:
+        raise InvalidArgumentError(f"width={width!r} is no width of a row; give 1 or more, or None")
 
 
 def router_inputs(router: Collective, spec: RouterSpec, *tensors: Any) -> tuple[Any, ...]:
@@ -65,9 +112,89 @@ def router_inputs(router: Collective, spec: RouterSpec, *tensors: Any) -> tuple[
 
 
 class Calls:
-    """What `channel.Collectives` offers beside the collectives of Kimi K3."""
+    """The gathers, and the fused operation of any router, as methods of a group and a channel.
 
+    Attributes:
+        handle: Names the channel that serves the calls, to operators of `torch.ops.pcie_comm`.
+        _issue: `Channel.issue` of the channel that serves the calls. An attribute rather than a
+            method: a call passes through as few frames as possible.
+    """
+
+    handle: str
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
+
+    def run(self, collective: Collective | str, *tensors: torch.Tensor, out: Any = None) -> Any:
+        """Run a plugin; see channel.Collectives."""
+        raise NotImplementedError
+
+    def all_gather_pair(
+        self,
+        local_first: torch.Tensor,
+        local_second: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        widths: tuple[int, int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather two tensors by columns in one launch; bytes are moved, never converted.
+
+        Collective, on the current stream, capturable after `prepare`.
+
+        Args:
+            local_first: [rows, w1], bf16, fp16, fp32 or fp8; rows at any stride.
+            local_second: [rows, w2], likewise, of any of these dtypes.
+            out: [rows, W*w1] and [rows, W*w2], contiguous; allocated if None.
+            widths: Of both gathered rows, where they do not divide by W: shards are then those of
+                torch.tensor_split. The same on every rank.
+
+        Returns:
+            Both gathered tensors, column shards in rank order.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
+            BrokenError: The channel failed earlier.
+        """
+        tensors = (local_first, local_second)
+        if widths is not None:
+            results: tuple[torch.Tensor, torch.Tensor]
+            results = self.run(_pair_of(widths), *tensors, out=out)
+            return results
+        results = (
+            tracing.call(self, "all_gather_pair", tensors, out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_pair"), tensors, out)
+        )
+        return results
+
+    def all_gather_heads(
+        self,
+        local_heads: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        heads: int | None = None,
+    ) -> torch.Tensor:
+        """Gather attention heads: [rows, heads/W, dim] -> [rows, heads, dim].
+
+        Collective, on the current stream, capturable after `prepare`.
+
+        Args:
+            local_heads: [rows, heads/W, dim], bf16, fp16 or fp8; rows at any stride.
+            out: [rows, heads, dim], contiguous; allocated if None.
+            heads: In all, where they do not divide by W: shards are then those of
+                torch.tensor_split. The same on every rank.
+
+        Raises:
+            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
+            BrokenError: The channel failed earlier.
+        """
+        if heads is not None:
+            uneven: torch.Tensor = self.run(_heads_of(heads), local_heads, out=out)
+            return uneven
+        gathered: torch.Tensor = (
+            tracing.call(self, "all_gather_heads", (local_heads,), out)
+            if is_dynamo_compiling()
+            else self._issue(find("all_gather_heads"), (local_heads,), out)
+        )
+        return gathered
 
     def all_gather_pair_topk(
         self,
@@ -77,6 +204,7 @@ class Calls:
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         *,
         spec: RouterSpec,
+        width: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gather the down row and select experts, in one launch.
 
@@ -89,16 +217,19 @@ class Calls:
             correction_bias: [num_experts] fp32, the same on every rank; None without `spec.bias`.
             out: down [rows, W*w], weights [rows, top_k] fp32, ids [rows, top_k] int32.
             spec: The router; `pcie_comm.kernels.router_presets` has those of published models.
+                Experts that do not divide by W lie as torch.tensor_split cuts them.
+            width: Of the gathered down row, where it does not divide by W: its shards are then
+                those of torch.tensor_split. The same on every rank.
 
         Returns:
             down, weights, ids; the latter two best first.
 
         Raises:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            UnsupportedError: The experts do not divide by the world size.
+            UnsupportedError: There are fewer experts than ranks.
             BrokenError: The channel failed earlier.
         """
-        router = fused_collective(spec)
+        router = fused_collective(spec, width)
         tensors = router_inputs(router, spec, local_down, local_router, correction_bias)
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(router, tensors, out)
         return results

@@ -21,9 +21,11 @@ from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError, UnsupportedError
 from .kernels.launch import LoadedKernel
+from .kernels.pieces import Piece, any_rows, plan_call
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
+from .piece_launches import PieceLaunches
 from .policy import explain
 from .reference_engine import ReferenceEngine
 from .stats import ChannelStats, channel_stats
@@ -50,6 +52,7 @@ class Call:
 
     Attributes:
         outputs: Shape and dtype of each output.
+        pieces: Its launches, if one does not do; see kernels/pieces.py.
         kernel, launch: On a GPU, unless there is nothing to do; the arguments of a launch whose
             outputs are allocated per call point nowhere yet.
         addresses, lives: Of inputs and given outputs: what a remembered call is recognised by.
@@ -58,10 +61,16 @@ class Call:
     collective: Collective
     plan: Plan
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    pieces: tuple[Piece, ...]
     kernel: LoadedKernel | None
-    launch: BoundLaunch | None
+    launch: BoundLaunch | PieceLaunches | None
     addresses: list[int] = field(default_factory=list)
     lives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Of its launches."""
+        return [piece.plan for piece in self.pieces] or [self.plan]
 
 
 def _as_tuple(collective: Collective, out: Any) -> tuple[torch.Tensor, ...]:
@@ -129,58 +138,6 @@ class Collectives(Calls):
         check_collective(collective)
         return self._issue(collective, tensors, out)
 
-    def all_gather_pair(
-        self,
-        local_first: torch.Tensor,
-        local_second: torch.Tensor,
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather two tensors by columns in one launch; bytes are moved, never converted.
-
-        Collective, on the current stream, capturable after `prepare`.
-
-        Args:
-            local_first: [rows, w1], bf16, fp16, fp32 or fp8; rows at any stride.
-            local_second: [rows, w2], likewise, of any of these dtypes.
-            out: [rows, W*w1] and [rows, W*w2], contiguous; allocated if None.
-
-        Returns:
-            Both gathered tensors, column shards in rank order.
-
-        Raises:
-            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            BrokenError: The channel failed earlier.
-        """
-        tensors = (local_first, local_second)
-        results: tuple[torch.Tensor, torch.Tensor] = (
-            tracing.call(self, "all_gather_pair", tensors, out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_pair"), tensors, out)
-        )
-        return results
-
-    def all_gather_heads(
-        self, local_heads: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Gather attention heads: [rows, heads/W, dim] -> [rows, heads, dim].
-
-        Collective, on the current stream, capturable after `prepare`.
-
-        Args:
-            local_heads: [rows, heads/W, dim], bf16, fp16 or fp8; rows at any stride.
-            out: [rows, heads, dim], contiguous; allocated if None.
-
-        Raises:
-            InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            BrokenError: The channel failed earlier.
-        """
-        heads: torch.Tensor = (
-            tracing.call(self, "all_gather_heads", (local_heads,), out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_heads"), (local_heads,), out)
-        )
-        return heads
-
     def all_gather_pair_kimi_topk(
         self,
         local_down: torch.Tensor,
@@ -196,8 +153,9 @@ class Collectives(Calls):
         `kimi_topk16` on the gathered router row, bit for bit, and byte-equal on all ranks.
 
         Args:
-            local_down: [rows, 3584/W] bf16; rows at any stride.
-            local_router: [rows, 896/W] fp32 logits; rows at any stride.
+            local_down: [rows, 3584/W] bf16; rows at any stride. What does not divide by W lies as
+                torch.tensor_split cuts it.
+            local_router: [rows, 896/W] fp32 logits, likewise; rows at any stride.
             correction_bias: [896] fp32, the same on every rank.
             out: down [rows, 3584] bf16, weights [rows, 16] fp32, ids [rows, 16] int32.
             spec: The router; `RouterSpec(..., numerics="vllm")` for vLLM's sigmoid.
@@ -207,7 +165,6 @@ class Collectives(Calls):
 
         Raises:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
-            UnsupportedError: 896 does not divide by the world size.
             BrokenError: The channel failed earlier.
         """
         tensors = (local_down, local_router, correction_bias)
@@ -321,17 +278,31 @@ class Channel(Collectives):
         """Check and plan a call; load its kernel."""
         check_inputs(collective.name, tensors, collective.num_inputs, self.device)
         info = replace(self.info, output_alignment=alignment)
-        plan = make_plan(collective, info, [meta_of(tensor) for tensor in tensors])
-        staged = plan.staged_nbytes
-        if isinstance(self.engine, ReferenceEngine):
-            staged = max(staged, self.engine.payload_nbytes(plan, tensors))
-        check_plan(collective, plan, info, staged)
+        metas = [meta_of(tensor) for tensor in tensors]
+        pieces: tuple[Piece, ...] = ()
+        if isinstance(self.engine, ReferenceEngine):  # no call is too large for it
+            plan = make_plan(collective, any_rows(collective, info), metas)
+            check_plan(collective, plan, info, 0 if collective.row_inputs else plan.staged_nbytes)
+        else:
+            plan, pieces = plan_call(collective, info, metas)
         outputs = tuple((spec.shape, torch_dtype(spec.dtype)) for spec in plan.outputs)
-        kernel = launch = None
-        if isinstance(self.engine, CudaEngine) and plan.grid:
-            kernel = self.engine.kernel_for(collective, plan)
-            launch = self.engine.bind(kernel, plan, [0] * (len(tensors) + len(outputs)))
-        return Call(collective, plan, outputs, kernel, launch)
+        call = Call(collective, plan, outputs, pieces, None, None)
+        return self._pointed(call, [0] * (len(tensors) + len(outputs)))
+
+    def _pointed(self, call: Call, addresses: list[int]) -> Call:
+        """Return a call with what launches it on these addresses; as it is without a GPU."""
+        engine, plan = self.engine, call.plan
+        if not isinstance(engine, CudaEngine) or not plan.grid:
+            return call
+        if call.pieces:
+
+            def bind(plan: Plan) -> BoundLaunch:
+                kernel = engine.kernel_for(call.collective, plan)
+                return engine.bind(kernel, plan, [0] * len(addresses))
+
+            return replace(call, launch=PieceLaunches(call.pieces, bind, addresses))
+        kernel = call.kernel or engine.kernel_for(call.collective, plan)
+        return replace(call, kernel=kernel, launch=engine.bind(kernel, plan, addresses))
 
     def _bind(
         self,
@@ -350,16 +321,14 @@ class Channel(Collectives):
         call = self._planned_call(collective, tensors, alignment)
         check_outputs(call.plan.op, targets, call.plan.outputs, tensors)
         addresses = [tensor.data_ptr() for tensor in (*tensors, *targets)]
-        launch = None
-        if call.kernel is not None and isinstance(self.engine, CudaEngine):
-            launch = self.engine.bind(call.kernel, call.plan, addresses)
+        call = self._pointed(call, addresses)
         bound = self._bound
 
         def forget(_: object) -> None:
             bound.pop(key, None)
 
         lives = [weakref.ref(tensor, forget) for tensor in (*tensors, *targets)]
-        call = replace(call, launch=launch, addresses=addresses, lives=lives)
+        call = replace(call, addresses=addresses, lives=lives)
         _remember(bound, key, call)
         return call
 
@@ -367,7 +336,8 @@ class Channel(Collectives):
         """Return the protocols of the calls so far; before the first, what was asked for."""
         if isinstance(self.engine, ReferenceEngine):
             return [self.engine.protocol]
-        used = {name for call in self._planned.values() for name in call.plan.kernel.variant}
+        plans = [plan for call in self._planned.values() for plan in call.plans]
+        used = {name for plan in plans for name in plan.kernel.variant}
         return sorted(KNOWN_PROTOCOLS & used) or [self.info.protocol]
 
     def choices(self, source: str) -> dict[str, list[str]]:
@@ -378,8 +348,8 @@ class Channel(Collectives):
         """
         found: dict[str, dict[str, None]] = {}
         for call in self._planned.values():
-            if call.plan.exchanged:
-                found.setdefault(call.plan.op, {})[self._reason(call.plan, source)] = None
+            for plan in call.plans if call.plan.exchanged else ():
+                found.setdefault(plan.op, {})[self._reason(plan, source)] = None
         return {op: list(reasons) for op, reasons in found.items()}
 
     def _reason(self, plan: Plan, source: str) -> str:

@@ -104,9 +104,10 @@ class Config:
             30 by default, PCIE_COMM_TIMEOUT_S.
         setup_timeout_s: Longest wait of a constructor for its peers, in seconds; 60,
             PCIE_COMM_SETUP_TIMEOUT_S.
-        slot_nbytes: Bytes that all ranks together may gather in one call; four such slots lie in
-            every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
-        max_rows: Most rows of one call; 64, PCIE_COMM_MAX_ROWS.
+        slot_nbytes: Bytes that all ranks together may stage in one launch; larger calls take
+            several. Four such slots lie in every rank's slab; 4 MiB, PCIE_COMM_SLOT_NBYTES.
+        max_rows: Most rows of one launch of a plugin without `row_inputs`, whose calls are never
+            cut; other calls have any number of rows. 64, PCIE_COMM_MAX_ROWS.
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
         overlap: Let a captured launch be dispatched while its predecessor ends, from sm_90 on;
             False, PCIE_COMM_OVERLAP=1 for True.

@@ -138,7 +138,7 @@ class CudaEngine:
     def prepare(self, collective: Collective, protocols: Collection[str]) -> None:
         """Compile or load every kernel a call of `collective` may need under these protocols."""
         others = {"push", "pull", "tagged"} - set(protocols)
-        for plain in variants_of(collective, self.rank):
+        for plain in variants_of(collective, self.rank, self.world_size):
             key = self._variant(collective, plain)
             if others.isdisjoint(key.variant) and key not in self._kernels:
                 self._load(collective, key)

@@ -24,10 +24,10 @@ import torch
 
 from .dist_blame import Blame
 from .errors import CommError, MismatchError, PeerError, UnsupportedError
-from .layout import STAGED_ALIGNMENT, align_up, next_epoch
-from .reference_engine import ReferenceEngine
+from .layout import next_epoch
+from .reference_engine import ReferenceEngine, likes, pack, packed_nbytes, unpack
 from .span import Span
-from .tensors import byte_view, dense, is_capturing
+from .tensors import dense, is_capturing
 from .transport.torch_dist import HEADER_NBYTES, Flight, Rail
 from .watch.board import Board
 from .watch.cause import Cause
@@ -44,6 +44,9 @@ SLOW_S = 0.05
 
 _HEADER = struct.Struct("<IIII")  # epoch, signature, 1 + rank or 0 for a filler, bytes of payload
 assert _HEADER.size == HEADER_NBYTES
+
+LENGTHS = 1 << 32
+"""A header tells the bytes of a payload modulo this; the signature tells them, too."""
 
 
 @dataclass
@@ -147,18 +150,17 @@ class DistEngine(ReferenceEngine):
             self._blame.tell(error)
             raise
         shards: list[Sequence[torch.Tensor]] = []
-        for row in rows:
-            shard, offset = list(inputs), 0
-            for index, like in zip(plan.exchanged, payload, strict=True):
-                nbytes = like.numel() * like.itemsize
-                shard[index] = row[offset : offset + nbytes].view(like.dtype).view(like.shape)
-                offset += align_up(nbytes, STAGED_ALIGNMENT)
+        for row, like in zip(rows, likes(plan, payload, len(rows)), strict=True):
+            shard = list(inputs)
+            for index, tensor in zip(plan.exchanged, unpack(row, like), strict=True):
+                shard[index] = tensor
             shards.append(shard)
         return shards
 
     def _gather(self, plan: Plan, payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return every rank's payload as a row of bytes, in rank order."""
-        own = _packed(payload, self.device)
+        most = max(map(packed_nbytes, likes(plan, payload, 1)))
+        own = _packed(payload, most, self.device)
         started = time.perf_counter_ns()
         held = self._across(plan, own)
         crossed = time.perf_counter_ns()
@@ -181,13 +183,14 @@ class DistEngine(ReferenceEngine):
         return [row[HEADER_NBYTES:] for row in rows]
 
     def _header(self, plan: Plan, rank: int | None, nbytes: int) -> torch.Tensor:
-        signed = _HEADER.pack(self.epoch, plan.signature, 0 if rank is None else 1 + rank, nbytes)
+        who = 0 if rank is None else 1 + rank
+        signed = _HEADER.pack(self.epoch, plan.signature, who, nbytes % LENGTHS)
         return torch.frombuffer(bytearray(signed), dtype=torch.uint8)
 
     def _check_header(self, plan: Plan, header: torch.Tensor, rank: int, nbytes: int) -> None:
         """Raise if `rank` has made another call than this one."""
         epoch, signature, _, length = _HEADER.unpack(header.numpy().tobytes())
-        if (epoch, signature, length) == (self.epoch, plan.signature, nbytes):
+        if (epoch, signature, length) == (self.epoch, plan.signature, nbytes % LENGTHS):
             return
         raise MismatchError(
             f"rank {self.rank} called {plan.op}, rank {rank} made another call, or one with "
@@ -286,13 +289,8 @@ class DistEngine(ReferenceEngine):
             inner.close()
 
 
-def _packed(payload: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a header's place and the bytes of dense tensors, each on a boundary of its own."""
-    sizes = [align_up(tensor.numel() * tensor.itemsize, STAGED_ALIGNMENT) for tensor in payload]
-    row = torch.zeros(HEADER_NBYTES + sum(sizes), dtype=torch.uint8, device=device)
-    offset = HEADER_NBYTES
-    for tensor, size in zip(payload, sizes, strict=True):
-        data = byte_view(tensor)
-        row[offset : offset + len(data)] = data
-        offset += size
+def _packed(payload: Sequence[torch.Tensor], nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return a header's place and `nbytes` bytes, those of dense tensors first."""
+    row = torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8, device=device)
+    pack(payload, row[HEADER_NBYTES:])
     return row

@@ -292,12 +292,13 @@ class PcieDcpGroup(Collectives):
 
         Args:
             op: Name of a registered collective, a plugin, or a router: `all_gather_pair_topk` then.
-            rows: Most rows of the calls to come; checked against the capacity.
+            rows: Most rows of the calls to come: any number, but for a plugin without
+                `row_inputs`, of which a call cannot be cut.
             tensors: How many tensors a call will take, of an op that takes any number.
 
         Raises:
-            InvalidArgumentError: Unknown op, no plugin, too many tensors, or more rows than
-                `Config.max_rows`.
+            InvalidArgumentError: Unknown op, no plugin, too many tensors, no number of rows, or
+                more of them than `Config.max_rows` for a plugin whose calls cannot be cut.
             UnsupportedError: The op does not serve this world size.
             CompileError: A kernel is missing or does not compile.
         """
@@ -309,19 +310,21 @@ class PcieDcpGroup(Collectives):
         if tensors is not None:
             collective = for_count(collective, tensors)
         if rows is not None:
-            self._check_rows(rows, collective.name)
+            self._check_rows(rows, collective)
         with blaming(collective, "failed to judge a world size", self.rank):
             collective.check_world_size(self.world_size)
         for channel in self._channels.values():
             info = channel.info
             channel.engine.prepare(collective, protocols_of(info.protocol, info.limits))
 
-    def _check_rows(self, rows: object, op: str) -> None:
-        limit = self.config.max_rows
-        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows <= limit:
+    def _check_rows(self, rows: object, collective: Collective) -> None:
+        limit, op = self.config.max_rows, collective.name
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise InvalidArgumentError(f"rows={rows!r} is no number of rows; give 0 or more", op=op)
+        if rows > limit and not collective.row_inputs:
             raise InvalidArgumentError(
-                f"rows={rows!r} is outside 0 to max_rows={limit}; raise Config.max_rows on every "
-                "rank",
+                f"rows={rows!r} is outside 0 to max_rows={limit}, and calls of {op} are never cut; "
+                "raise Config.max_rows on every rank",
                 op=op,
             )
 

@@ -25,7 +25,7 @@ from .layout import (
     next_epoch,
     slot_of,
 )
-from .reference_engine import ReferenceEngine
+from .reference_engine import ReferenceEngine, likes, pack, packed_nbytes, unpack
 from .tensors import byte_view, dense
 from .transport.base import PeerMap
 from .watch.cause import doubts
@@ -56,17 +56,60 @@ class HostEngine(ReferenceEngine):
         self._fence = threading.Lock()
 
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        payload = [dense(inputs[i]) for i in plan.exchanged]
+        like = likes(plan, payload, len(self._bytes))
+        nbytes = max(map(packed_nbytes, like))
+        if nbytes <= self.layout.segment_nbytes:
+            brought = self._round(plan, payload, like)
+        else:
+            brought = self._rounds(plan, payload, like, nbytes)
+        shards: list[Sequence[torch.Tensor]] = []
+        for fetched in brought:
+            shard = list(inputs)
+            for index, tensor in zip(plan.exchanged, fetched, strict=True):
+                shard[index] = tensor
+            shards.append(shard)
+        return shards
+
+    def _rounds(
+        self,
+        plan: Plan,
+        payload: Sequence[torch.Tensor],
+        like: Sequence[Sequence[torch.Tensor]],
+        nbytes: int,
+    ) -> list[list[torch.Tensor]]:
+        """Exchange what is larger than a slot: the same, slot by slot, an epoch for each.
+
+        The first flag names the whole call, as every one does.
+        """
+        own = torch.empty(nbytes, dtype=torch.uint8)
+        pack(payload, own)
+        rows = [torch.empty_like(own) for _ in self._bytes]
+        step = self.layout.segment_nbytes
+        for begin in range(0, nbytes, step):
+            data = [own[begin : begin + step]]
+            brought = self._round(plan, data, [data] * len(rows))
+            for row, (piece,) in zip(rows, brought, strict=True):
+                row[begin : begin + step] = piece
+        return [unpack(row, shapes) for row, shapes in zip(rows, like, strict=True)]
+
+    def _round(
+        self,
+        plan: Plan,
+        payload: Sequence[torch.Tensor],
+        like: Sequence[Sequence[torch.Tensor]],
+    ) -> list[list[torch.Tensor]]:
+        """Exchange what fits a slot; return every rank's, in rank order, shaped as `like`."""
         self.epoch = next_epoch(self.epoch)
         slot = slot_of(self.epoch)
         push = self.push
-        payload = [dense(inputs[i]) for i in plan.exchanged]
         for target in range(len(self._bytes)) if push else (self.rank,):
             writer = self.rank if push else 0
             self._write(target, self.layout.segment_offset(slot, writer), payload)
         value = flag_value(self.epoch, plan.signature)
         if self.counters is not None:
             peers = len(self._bytes) - 1
-            self.counters.note_call(self.payload_nbytes(plan, inputs) * peers)
+            self.counters.note_call(packed_nbytes(payload) * peers)
         with self._fence:  # an atomic read-modify-write: the payload is visible before the flags
             pass
         for peer in range(len(self._bytes)):
@@ -77,15 +120,12 @@ class HostEngine(ReferenceEngine):
             self._await_each(plan, slot, value, self.counters)
         with self._fence:
             pass
-        shards: list[Sequence[torch.Tensor]] = []
+        brought = []
         for peer in range(len(self._bytes)):
             source, writer = (self.rank, peer) if push else (peer, 0)
-            fetched = self._read(source, self.layout.segment_offset(slot, writer), payload)
-            shard = list(inputs)
-            for index, tensor in zip(plan.exchanged, fetched, strict=True):
-                shard[index] = tensor
-            shards.append(shard)
-        return shards
+            offset = self.layout.segment_offset(slot, writer)
+            brought.append(self._read(source, offset, like[peer]))
+        return brought
 
     def _flag(self, owner: int, slot: int, writer: int) -> np.ndarray:
         offset = self.layout.flag_offset(slot, 0, writer)
@@ -100,7 +140,7 @@ class HostEngine(ReferenceEngine):
     def _read(self, source: int, offset: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         fetched = []
         for tensor in like:
-            copy = torch.empty_like(tensor)  # dense, as `tensor` is
+            copy = torch.empty_like(tensor, device="cpu")  # dense, as `tensor` is
             view = byte_view(copy).numpy()
             view[:] = self._bytes[source][offset : offset + view.size]
             fetched.append(copy)

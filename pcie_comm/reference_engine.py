@@ -18,6 +18,7 @@ from .errors import BusyError, CommError
 from .kernels.plan_checks import run_reference
 from .kernels.registry import Collective, Plan
 from .layout import STAGED_ALIGNMENT, align_up
+from .tensors import byte_view
 from .watch.cause import Cause
 
 
@@ -120,11 +121,6 @@ class ReferenceEngine(ABC):
             for output, value in zip(outputs, results, strict=True):
                 output.copy_(value)
 
-    def payload_nbytes(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> int:
-        """Return the bytes a rank stages here: whole inputs, where a kernel may stage less."""
-        sizes = (inputs[i].numel() * inputs[i].itemsize for i in plan.exchanged)
-        return sum(align_up(size, STAGED_ALIGNMENT) for size in sizes)
-
     @abstractmethod
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Return every rank's inputs, in rank order; what is not exchanged is the own."""
@@ -137,6 +133,44 @@ class ReferenceEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the engine holds. Requires: `synchronize` came before. Idempotent."""
+
+
+def likes(plan: Plan, payload: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Return by rank tensors that are shaped as those it exchanges; without memory, if not own."""
+    if not plan.shards:
+        return [list(payload)] * ranks
+    return [
+        [
+            torch.empty(shape, dtype=one.dtype, device="meta")
+            for shape, one in zip(shapes, payload, strict=True)
+        ]
+        for shapes in plan.shards
+    ]
+
+
+def packed_nbytes(payload: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of tensors that lie one behind the other, each on a boundary of its own."""
+    sizes = (tensor.numel() * tensor.itemsize for tensor in payload)
+    return sum(align_up(size, STAGED_ALIGNMENT) for size in sizes)
+
+
+def pack(payload: Sequence[torch.Tensor], row: torch.Tensor) -> None:
+    """Write the bytes of dense tensors to a row of bytes; see packed_nbytes."""
+    offset = 0
+    for tensor in payload:
+        data = byte_view(tensor)
+        row[offset : offset + len(data)] = data
+        offset += align_up(len(data), STAGED_ALIGNMENT)
+
+
+def unpack(row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in a row of bytes, of the shapes and dtypes of others, as views."""
+    found, offset = [], 0
+    for tensor in like:
+        nbytes = tensor.numel() * tensor.itemsize
+        found.append(row[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
+        offset += align_up(nbytes, STAGED_ALIGNMENT)
+    return found
 
 
 def _interrupted(error: BaseException) -> CommError:

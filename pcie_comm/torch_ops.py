@@ -25,6 +25,7 @@ from . import tracing
 from .calls import fused_collective, router_collective
 from .channel import Channel
 from .kernels import registry
+from .kernels.pieces import any_rows
 from .kernels.registry import Collective, TensorMeta
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .standalone import lane_for
@@ -88,7 +89,7 @@ class _Operator:
     def fake(self, *args: Any, numerics: str = "torch") -> Any:
         """Return tensors without memory, shaped as the results. Sizes may be symbols."""
         lane, collective, tensors = self._found(args, numerics)
-        specs = collective.output_specs(lane.info, *map(_meta_of, tensors))
+        specs = collective.output_specs(any_rows(collective, lane.info), *map(_meta_of, tensors))
         results = [tensors[0].new_empty(s.shape, dtype=torch_dtype(s.dtype)) for s in specs]
         return results[0] if self.num_outputs == 1 else tuple(results)
 

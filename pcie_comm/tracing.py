@@ -17,7 +17,8 @@ import torch
 from .errors import ClosedError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from .channel import Channel, Collectives
+    from .calls import Calls
+    from .channel import Channel
     from .kernels.registry import Collective
 
 unordered = ""
@@ -58,7 +59,7 @@ def resolve(handle: str) -> Channel:
 
 
 def call(
-    lane: Collectives, op: str, tensors: tuple[Any, ...], out: Any, numerics: str | None = None
+    lane: Calls, op: str, tensors: tuple[Any, ...], out: Any, numerics: str | None = None
 ) -> Any:
     """Put a call into the graph that is being traced; see the method of that name.
 
@@ -101,7 +102,7 @@ def give(op: str, results: Any, out: Any) -> Any:
     return out
 
 
-def call_plugin(lane: Collectives, plugin: Collective, tensors: tuple[Any, ...], out: Any) -> Any:
+def call_plugin(lane: Calls, plugin: Collective, tensors: tuple[Any, ...], out: Any) -> Any:
     """Put a call of a plugin into the graph.
 
     Raises:

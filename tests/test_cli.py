@@ -251,7 +251,6 @@ def test_planted_difference_in_a_process_is_found(monkeypatch, tmp_path):
         (["--transport", "cuda_local"], "UnsupportedError", "does not serve device=cpu"),
         (["--device", "abacus"], "InvalidArgumentError", "device='abacus' is no torch device"),
         (["--device", "meta"], "InvalidArgumentError", "neither a CPU nor a CUDA device"),
-        (["--rows", "65"], "InvalidArgumentError", "rows=65 is outside 0 to max_rows=64"),
     ],
 )
 def test_errors_of_the_library_are_one_line(arguments, kind, fact):

@@ -121,7 +121,7 @@ def test_every_operation_goes_by_the_limits_and_the_channel_says_so(op, limits, 
     plan = make_plan(find(op), info, CALLS[op])
     assert chosen in plan.kernel.variant
     channel = Channel("default", info, "cuda:0", NoEngine())
-    channel._planned["a call"] = type("Call", (), {"plan": plan})()
+    channel._planned["a call"] = type("Call", (), {"plan": plan, "plans": [plan]})()
     (reason,) = channel.choices("host.json")[op]
     assert reason.startswith(f"{chosen}: receives ")
     assert "(host.json)" in reason

@@ -83,6 +83,7 @@ TOGETHER = (
         )
     ),
     Part(("tests/gpu/test_decode_example.py",)),
+    Part(("tests/gpu/test_large_payloads.py", "tests/gpu/test_uneven_shards.py")),
 )
 """What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
 that no file is left out."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..layout import MAX_WORLD
+from ..layout import MAX_WORLD, STAGED_ALIGNMENT
 
 FUSED, PAIR, HEADS, ROUTER = (
     "all_gather_pair_kimi_topk",
@@ -24,13 +24,17 @@ FUSED, PAIR, HEADS, ROUTER = (
     "kimi_topk16",
 )
 OPERATIONS = (FUSED, PAIR, HEADS, ROUTER)
+LADDER_OPERATIONS = ("all_gather", "all_reduce")
+LADDER_SIZES = tuple(1 << shift for shift in range(10, 29, 2))
+"""Bytes per rank: 1 KiB to 256 MiB."""
+
 VRAM, PINNED, SHARED = "VRAM", "pinned host", "shared memory"
 TRANSPORTS = {VRAM: "cuda_local", PINNED: "host_pinned", SHARED: "host_shm"}
 """Transport by the memory that slabs lie in; shared memory is that of ranks without a GPU."""
 
 MEMORIES = {"vram": VRAM, "pinned": PINNED}
 PROTOCOLS = ("tagged", "push", "pull", "auto")
-MOST_ROWS, MOST_TIMES = 4096, 10_000
+MOST_ROWS, MOST_TIMES, MOST_NBYTES = 4096, 10_000, 1 << 32
 
 Item = TypeVar("Item", str, int)
 
@@ -55,6 +59,8 @@ class Options:
         short: What is not given becomes less.
         alone: Measure this library's single launches, and floors, and nothing beside them.
         read: Report to show instead of measuring, or None.
+        ladder: Measure LADDER_OPERATIONS at many sizes instead; see ladder.py.
+        sizes: Of the ladder, in bytes per rank.
     """
 
     operations: tuple[str, ...] = ()
@@ -71,6 +77,8 @@ class Options:
     short: bool = False
     alone: bool = False
     read: Path | None = None
+    ladder: bool = False
+    sizes: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Check every option that can be checked before anything runs.
@@ -80,7 +88,11 @@ class Options:
             UnsupportedError: `plot` without matplotlib.
         """
         for op in self.operations:
-            if op not in OPERATIONS:
+            if self.ladder and op not in LADDER_OPERATIONS:
+                raise InvalidArgumentError(
+                    f"operation={op!r} has no ladder; choose from {', '.join(LADDER_OPERATIONS)}"
+                )
+            if op not in (*OPERATIONS, *LADDER_OPERATIONS):
                 _check_registered(op)
         for protocol in self.protocols:
             if protocol not in PROTOCOLS:
@@ -92,6 +104,7 @@ class Options:
             ("rows", self.rows, MOST_ROWS),
             ("samples", (self.samples or 1,), MOST_TIMES),
             ("ops", (self.ops or 1,), MOST_TIMES),
+            ("sizes", self.sizes, MOST_NBYTES),
         ):
             for value in values:
                 if not 1 <= value <= most:
@@ -99,10 +112,19 @@ class Options:
         for name, path in (("out", self.out), ("plot", self.plot)):
             if path is not None:
                 _check_writable(name, path)
+        self._check_ladder()
         if self.plot is not None and find_spec("matplotlib") is None:
             raise UnsupportedError(
                 "a plot needs matplotlib; pip install 'pcie_comm[plot]', or leave --plot out",
                 reason="matplotlib is not installed",
+            )
+
+    def _check_ladder(self) -> None:
+        if self.sizes and not self.ladder:
+            raise InvalidArgumentError("sizes are for --ladder; leave one out, or give both")
+        if any(size % STAGED_ALIGNMENT for size in self.sizes):
+            raise InvalidArgumentError(
+                f"sizes={self.sizes} are out of range; give multiples of {STAGED_ALIGNMENT} bytes"
             )
 
     def settled(self, on_gpu: bool) -> Options:
@@ -201,6 +223,12 @@ def _times(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    """Read bytes: a number, or one with K or M behind it."""
+    shift = {"K": 10, "M": 20}.get(text[-1:].upper(), 0)
+    return int(text[:-1] if shift else text) << shift
+
+
 def _memory(text: str) -> str:
     return MEMORIES[text.lower()]
 
@@ -232,6 +260,8 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
     add("--short", action="store_true", help="fewer cases, about a minute on a GPU")
     add("--alone", action="store_true", help="our single launches and floors, nothing beside them")
     add("--read", type=Path, metavar="FILE.json", help="show an earlier report; measure nothing")
+    add("--ladder", action="store_true", help="all_gather and all_reduce, 1K to 256M bytes a rank")
+    add("--sizes", type=_list(_size), help="of the ladder, bytes per rank, for example 64K,1M,256M")
     given = parser.parse_args(arguments)
     options = Options(
         operations=tuple(dict.fromkeys(given.op or ())),
@@ -248,6 +278,8 @@ def parse(arguments: Sequence[str], prog: str = "pcie-comm bench") -> Options:
         short=given.short,
         alone=given.alone,
         read=given.read,
+        ladder=given.ladder,
+        sizes=given.sizes or (),
     )
     options.check()
     return options

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..errors import InvalidArgumentError
 from .contenders import FLOORS
 from .options import FUSED, ROUTER
-from .report import EVICTION, WARM, Row
+from .report import COPY, EVICTION, WARM, Row
 
 Axis = Literal["ranks", "rows"]
 Line = list[tuple[int, float]]
@@ -72,6 +72,46 @@ def draw(rows: Sequence[Row], path: Path, caption: str) -> None:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     figure.suptitle(f"{chosen[0].op}: time of one operation, best protocol, median\n{caption}")
+    _save(figure, path)
+
+
+def draw_ladder(rows: Sequence[Row], path: Path, caption: str) -> None:
+    """Write the picture of a ladder: time against bytes per rank, a panel for each operation.
+
+    Raises:
+        InvalidArgumentError: See draw.
+    """
+    from matplotlib.figure import Figure
+
+    ops = list(dict.fromkeys(row.op for row in rows))
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * len(ops), 1.3 * height), layout="constrained")
+    panels = figure.subplots(1, len(ops), squeeze=False)[0]
+    for op, panel in zip(ops, panels, strict=True):
+        for name, line in ladder_lines([row for row in rows if row.op == op]).items():
+            style = "--" if name.startswith(COPY) else "-"
+            panel.plot(*zip(*line, strict=True), style, marker="o", markersize=4, label=name)
+        panel.set_title(op)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("bytes per rank")
+        panel.set_ylabel("µs")
+        panel.grid(alpha=0.3, which="both")
+        panel.legend(fontsize="small")
+    figure.suptitle(f"Time of one operation, median\n{caption}")
+    _save(figure, path)
+
+
+def ladder_lines(rows: Sequence[Row]) -> dict[str, Line]:
+    """Return a line per contender, ranks and memory of one operation: (bytes per rank, us)."""
+    found: dict[str, Line] = {}
+    for row in rows:
+        name = f"{row.contender}, {row.ranks} ranks, {row.memory}"
+        found.setdefault(name, []).append((row.received_nbytes // row.ranks, row.median_us))
+    return {name: sorted(line) for name, line in found.items()}
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: no such format

@@ -41,17 +41,19 @@ def _run(arguments: Sequence[str]) -> int:
         report = _measured(options, shlex.join([*PROG.split(), *arguments]))
     _show(report)
     if options.plot is not None:
-        from .plot import draw
+        from .plot import draw, draw_ladder
 
-        draw(report.rows, options.plot, str(report.provenance.get("device", "")))
+        picture = draw_ladder if report.is_ladder else draw
+        picture(report.rows, options.plot, str(report.provenance.get("device", "")))
     return 0 if report.correct else WRONG
 
 
 def _measured(options: Options, command: str) -> Report:
     from ..console import progress
+    from .ladder import Ladder
     from .runner import Bench
 
-    bench = Bench(options, command)
+    bench = (Ladder if options.ladder else Bench)(options, command)
     with progress(bench.cases(), "measuring") as advance:
         return bench.run(advance)
 
@@ -59,10 +61,10 @@ def _measured(options: Options, command: str) -> Report:
 def _show(report: Report) -> None:
     from ..console import console
     from .report import crossovers
-    from .table import tables
+    from .table import ladders, tables
 
     screen = console()
-    for table in tables(report.rows):
+    for table in (ladders if report.is_ladder else tables)(report.rows):
         screen.print(table)
     for entry in report.left_out:
         screen.print(f"left out: {entry.what} ({entry.where}): {entry.why}")

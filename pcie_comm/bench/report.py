@@ -17,6 +17,9 @@ from .contenders import FLOORS, NO_PROTOCOL, OURS
 from .options import OPERATIONS, PINNED, VRAM
 
 WARM, COLD = "warm", "cold"
+COPY = "copy"
+"""The contender of a ladder."""
+
 EVICTION = "eviction alone"
 DIRECTION = (
     "ratio = median time of `of` / median time of `to`; above 1, `to` is faster; for a floor it is "
@@ -57,6 +60,11 @@ class Row:
         return statistics.median(self.samples_ns) / 1e3
 
     @property
+    def gigabytes_per_s(self) -> float:
+        """What a rank gets from its peers, over the median."""
+        return self.received_nbytes * (self.ranks - 1) / self.ranks / self.median_us / 1e3
+
+    @property
     def correct(self) -> bool:
         """Whether the outputs were right, before and after."""
         return not self.faults_before and not self.faults_after
@@ -75,6 +83,7 @@ class Row:
             "median_us": round(self.median_us, 3),
             "min_us": round(min(self.samples_ns) / 1e3, 3),
             "max_us": round(max(self.samples_ns) / 1e3, 3),
+            "gigabytes_per_s": round(self.gigabytes_per_s, 3),
         }
         return {**values, **figures, "correct": self.correct}
 
@@ -118,6 +127,11 @@ class Report:
     def correct(self) -> bool:
         """Whether every output was right."""
         return all(row.correct for row in self.rows)
+
+    @property
+    def is_ladder(self) -> bool:
+        """Whether it is of a ladder."""
+        return any(row.contender == COPY for row in self.rows)
 
     def leave_out(self, what: str, where: str, why: str) -> None:
         """Note something that is not measured, once."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from .contenders import FLOORS, NO_PROTOCOL, OURS
-from .report import EVICTION, Row
+from .report import COPY, EVICTION, Row
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -49,3 +49,26 @@ def _cell(row: Row | None, ours: Row) -> str:
     if row is ours:
         return f"{row.median_us:.2f}{wrong}"
     return f"{row.median_us:.2f} ({row.median_us / ours.median_us:.2f}){wrong}"
+
+
+def ladders(rows: Sequence[Row]) -> list[Table]:
+    """Return a table per operation of a ladder: time, rate and copy of each size."""
+    found = {(row.case, row.contender): row for row in rows}
+    tables = []
+    for op in dict.fromkeys(row.op for row in rows):
+        table = Table(title=f"{op}: us per operation, median; GB/s that a rank gets from its peers")
+        for head in ("memory", "ranks", "bytes per rank", "protocol", "us", "GB/s"):
+            table.add_column(head, justify="left" if head in ("memory", "protocol") else "right")
+        for head in ("copy: us", "GB/s", "ours / copy"):
+            table.add_column(head, justify="right")
+        for row in rows:
+            if row.op != op or row.contender != OURS:
+                continue
+            copy = found[row.case, COPY]
+            where = (row.memory, str(row.ranks), str(row.received_nbytes // row.ranks))
+            cells = [f"{one.median_us:.2f}{'' if one.correct else ' WRONG'}" for one in (row, copy)]
+            rates = [f"{one.gigabytes_per_s:.2f}" for one in (row, copy)]
+            ratio = f"{row.median_us / copy.median_us:.2f}"
+            table.add_row(*where, row.protocol, cells[0], rates[0], cells[1], rates[1], ratio)
+        tables.append(table)
+    return tables

@@ -26,6 +26,7 @@ from ..demo.calls import (
     poisoned,
     random_bits,
 )
+from ..errors import UnsupportedError
 from ..kernels.plan_checks import blaming, make_plan
 from ..kernels.registry import PlanInfo, find
 from ..layout import LINE_NBYTES, MAX_BLOCKS, STAGED_ALIGNMENT, align_up
@@ -130,9 +131,15 @@ def make(op: str, rows: int, devices: Sequence[torch.device]) -> Workload:
     """Draw the inputs of an operation for ranks on these devices. The same draw every time.
 
     Raises:
-        UnsupportedError: The operation does not serve that many ranks.
+        UnsupportedError: The operation is not measured with that many ranks: the ways that stand
+            beside the fused one gather equal shards.
     """
     find(op).check_world_size(len(devices))
+    if op == FUSED and EXPERTS % len(devices):
+        raise UnsupportedError(
+            f"{op} is measured with equal shards, {EXPERTS} mod {len(devices)} is not 0",
+            reason=f"{EXPERTS} experts do not divide by {len(devices)}",
+        )
     return _MAKERS[op](rows, devices) if op in _MAKERS else _of_plugin(op, rows, devices)
 
 

@@ -25,10 +25,6 @@ IN_FLIGHT = 4
 """Loads a thread issues before its first store; hides one trip behind another."""
 
 
-NUM_SCALARS = 5
-"""Scalars that describe one tensor; see Columns.of."""
-
-
 @dataclass(frozen=True)
 class Columns:
     """One gathered tensor: addresses and sizes, strides in bytes, `staged` its segment offset.
@@ -48,6 +44,8 @@ class Columns:
     nbytes: Int32
     staged: Int64
 
+    NUM_SCALARS = 5
+
     @classmethod
     def of(
         cls, lane: Lane, rows: Int32, staged: Int64, source: Int64, output: Int64, scalars: tuple
@@ -65,6 +63,26 @@ class Columns:
             chunk_divisor=scalars[4],
             nbytes=rows * row_nbytes,
             staged=staged,
+        )
+
+    def within(self, rank: Int32, column: Int32, enabled: Uint32) -> Uint32:
+        """Return `enabled`, or 0 behind the end of a rank's row: here rows are all equally long."""
+        return enabled
+
+    def shard_offset(self, rank: Int32) -> Int64:
+        """Return where a rank's shard begins in a row of the output."""
+        return num.wide(rank) * num.wide(self.row_nbytes)
+
+    def row_stride(self) -> Int64:
+        """Return how far rows of the output are apart."""
+        return num.wide(self.output_stride)
+
+    def place(self, rank: Int32, row: Int32, column: Int32) -> Int64:
+        """Return the address of a byte of a rank's shard in the output."""
+        return (
+            self.output
+            + num.wide(row) * num.wide(self.output_stride)
+            + num.wide(rank * self.row_nbytes + column)
         )
 
     def split(self, byte: Int32) -> tuple[Int32, Int32]:
@@ -103,10 +121,11 @@ class ColumnGather(DeviceObject):
             index = self.first + local
             row, column = columns.split(index * Int32(self.pack))
             address = columns.source + num.wide(row) * columns.source_stride + num.wide(column)
-            words = prim.load_pack(address, Uint32(1), self.pack)
+            enabled = columns.within(lane.rank, column, Uint32(1))
+            words = prim.load_pack(address, enabled, self.pack)
             offset = columns.staged + num.wide(index) * self.pack
             self.staging.put(offset, words, self.pack, own=False)
-            prim.store_pack(self._output(lane.rank, index), words, Uint32(1), self.pack)
+            prim.store_pack(self._output(lane.rank, index), words, enabled, self.pack)
 
     @cute.jit
     def collect(self) -> None:
@@ -129,17 +148,17 @@ class ColumnGather(DeviceObject):
                 address = (
                     self.staging.source(peer) + self.columns.staged + num.wide(index) * self.pack
                 )
+                enabled = self._within(peer, index, enabled)
                 words = prim.load_peer_pack(address, enabled, self.pack)
                 packs.append((self._output(peer, index), words, enabled))
             for step in cutlass.range_constexpr(IN_FLIGHT):
                 address, words, enabled = packs[step]
                 prim.store_pack(address, words, enabled, self.pack)
 
+    def _within(self, peer: Int32, index: Int32, enabled: Uint32) -> Uint32:
+        _, column = self.columns.split(index * Int32(self.pack))
+        return self.columns.within(peer, column, enabled)
+
     def _output(self, peer: Int32, index: Int32) -> Int64:
-        columns = self.columns
-        row, column = columns.split(index * Int32(self.pack))
-        return (
-            columns.output
-            + num.wide(row) * num.wide(columns.output_stride)
-            + num.wide(peer * columns.row_nbytes + column)
-        )
+        row, column = self.columns.split(index * Int32(self.pack))
+        return self.columns.place(peer, row, column)

@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..layout import LINE_NBYTES, MAX_WORLD, STAGED_ALIGNMENT, align_up, divisor
+from ..layout import LINE_NBYTES, STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, pace, split_fused_grid
 from .columns import BLOCK, PACKS, check_columns, column_scalars, pack_width, row_nbytes
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router, is_kimi, is_wide, variant_of
 from .router_spec import KIMI_K3, RouterSpec
+from .uneven import UNEVEN, Shares, check_share
+from .uneven_topk import NUM_SCALARS, plan_uneven_topk, uneven_topk_variants
 
 if TYPE_CHECKING:
     import torch
@@ -27,42 +29,38 @@ LIST_NBYTES = LINE_NBYTES
 """16 records of 8 bytes: what one group of experts contributes to a row."""
 
 
-def expert_groups(num_experts: int, world_size: int) -> tuple[int, int]:
-    """Return groups per rank and experts per group of the selection tree.
+def expert_groups(num_experts: int, world_size: int) -> tuple[int, int] | None:
+    """Return groups per rank and experts per group of the selection tree; None: there are none.
 
     16 groups of 56 where the world size divides 16, else 14 of 64: level 1 ranks at most 64
     experts in a warp, and a rank owns whole groups. The result does not depend on the choice.
-
-    Raises:
-        UnsupportedError: The experts do not divide by the world size.
     """
     for groups in (16, 14):
         size = num_experts // groups
         if groups % world_size == 0 and num_experts % (4 * groups) == 0 and size <= 64:
             return groups // world_size, size
-    raise _indivisible(num_experts, world_size)
-
-
-def _indivisible(num_experts: int, world_size: int) -> UnsupportedError:
-    serving = [str(size) for size in range(1, MAX_WORLD + 1) if num_experts % size == 0]
-    return UnsupportedError(
-        f"world_size={world_size} does not serve num_experts={num_experts} "
-        f"({num_experts} mod {world_size} = {num_experts % world_size}); "
-        f"use {', '.join(serving[:-1])} or {serving[-1]} ranks",
-        reason=f"{num_experts} experts do not divide by {world_size}",
-    )
+    return None
 
 
 class AllGatherPairTopk(Collective):
     """down [rows, w], router [rows, experts/W] fp32, bias [experts] -> down, weights, ids.
 
     A router without a bias takes the first two alone. Kimi K3's down row is [rows, 3584/W] bf16.
+    Experts that do not divide by W lie as torch.tensor_split cuts them, and so does the down row
+    of Kimi K3 then.
+
+    Args:
+        spec: The router.
+        width: Of the gathered down row, if its shards are those of torch.tensor_split; None: W
+            times that of a rank.
     """
 
     block = BLOCK
+    row_inputs = (0, 1)
 
-    def __init__(self, spec: RouterSpec = KIMI_K3) -> None:
+    def __init__(self, spec: RouterSpec = KIMI_K3, width: int | None = None) -> None:
         self.spec = spec
+        self.width = HIDDEN if is_kimi(spec) else width
         self.name = "all_gather_pair_kimi_topk" if is_kimi(spec) else "all_gather_pair_topk"
         self.num_inputs = 3 if spec.bias else 2
 
@@ -73,31 +71,55 @@ class AllGatherPairTopk(Collective):
         return 3
 
     def num_scalars(self, key: KernelKey) -> int:
+        if UNEVEN in key.variant:
+            return NUM_SCALARS
         return 13 if is_wide(self.spec) else 14
 
     def check_world_size(self, world_size: int) -> None:
-        if is_wide(self.spec):
-            expert_groups(self.spec.num_experts, world_size)
-        elif self.spec.num_experts % world_size:
-            raise _indivisible(self.spec.num_experts, world_size)
+        experts = self.spec.num_experts
+        if experts < world_size:
+            raise UnsupportedError(
+                f"world_size={world_size} does not serve num_experts={experts}: a rank would have "
+                f"none; use {experts} ranks or fewer",
+                reason=f"fewer experts than {world_size} ranks",
+            )
 
     def variants(self) -> Sequence[KernelKey]:
         kinds = ("torch", "vllm") if is_kimi(self.spec) else (variant_of(self.spec),)
-        return [
+        even = [
             KernelKey(self.name, (protocol, pack, kind))
             for protocol, packs in PACKS.items()
             for pack in packs
             for kind in kinds
         ]
+        uneven = [uneven_topk_variants(self.name, kind, is_kimi(self.spec)) for kind in kinds]
+        return [*even, *(key for keys in uneven for key in keys)]
+
+    def needed(self, world_size: int) -> Sequence[KernelKey]:
+        uneven = self._is_uneven(world_size)
+        return [key for key in self.variants() if (UNEVEN in key.variant) == uneven]
+
+    def _is_uneven(self, world_size: int) -> bool:
+        """Tell whether shares differ between ranks, or no rank can own whole groups."""
+        experts = self.spec.num_experts
+        if experts % world_size or (self.width or 0) % world_size:
+            return True
+        return is_wide(self.spec) and expert_groups(experts, world_size) is None
 
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
         """See Collective.plan; the scalars are those that the kernels state."""
         self._check(info, tensors)
         down, router = tensors[:2]
         spec, world, rows = self.spec, info.world_size, down.shape[0]
+        if self._is_uneven(world):
+            kind = (variant_of(spec), is_kimi(spec))
+            outputs = self.output_specs(info, *tensors)
+            shares = self._shares(down, world)
+            return plan_uneven_topk(self.name, info, tensors, outputs, shares, kind)
         down_nbytes = rows * row_nbytes(down)
-        if is_wide(spec):
-            groups, group_size = expert_groups(spec.num_experts, world)
+        found = expert_groups(spec.num_experts, world) if is_wide(spec) else None
+        if found is not None:
+            groups, group_size = found
             router_nbytes = rows * groups * LIST_NBYTES
         else:
             groups, units = 1, -(-spec.num_experts // world // 2)
@@ -106,7 +128,7 @@ class AllGatherPairTopk(Collective):
         protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
         split = split_fused_grid(protocol, rows, groups, down_nbytes, world, info.max_blocks)
         pack = pack_width(info, protocol, [down])
-        if is_wide(spec):
+        if found is not None:
             shape = [split.tasks_per_block, groups.bit_length() - 1, group_size]
         else:
             peer_shift = max(world - 2, 0).bit_length()
@@ -135,26 +157,35 @@ class AllGatherPairTopk(Collective):
         kind = variant_of(self.spec)
         return (kind,) if is_kimi(self.spec) else (kind, down.shape, down.dtype)
 
+    def _shares(self, down: TensorMeta, world_size: int) -> tuple[Shares, Shares]:
+        """Return those of the down row and of the experts."""
+        width = self.width or down.shape[1] * world_size
+        experts = Shares(self.spec.num_experts, 4, world_size)
+        return Shares.of(down, width, world_size), experts
+
     def _check(self, info: PlanInfo, tensors: Sequence[TensorMeta]) -> None:
         """Check the inputs of a call.
 
         Raises:
             InvalidArgumentError: Shape, dtype, stride or rows does not fit.
-            UnsupportedError: The experts do not divide by the world size.
+            UnsupportedError: There are fewer experts than ranks.
         """
         self.check_world_size(info.world_size)
         down, router = tensors[:2]
-        experts, world = self.spec.num_experts, info.world_size
+        world, rank = info.world_size, info.rank
         bias = tensors[2] if self.spec.bias else None
-        check_router(self.name, router, bias, experts // world, experts)
         check_columns(self.name, "local_down", down, ndim=2, max_rows=info.max_rows)
-        kimi = is_kimi(self.spec)
-        if kimi and (down.shape[1] != HIDDEN // world or down.dtype != "bfloat16"):
+        wide, experts = self._shares(down, world)
+        check_router(self.name, router, bias, experts.columns_of(rank), experts.columns)
+        if is_kimi(self.spec) and (
+            down.shape[1] != wide.columns_of(rank) or down.dtype != "bfloat16"
+        ):
             raise InvalidArgumentError(
-                f"local_down needs shape [rows, {HIDDEN // world}] and dtype bfloat16 "
+                f"local_down needs shape [rows, {wide.columns_of(rank)}] and dtype bfloat16 "
                 f"(shape={down.shape}, dtype={down.dtype}, world_size={world})",
                 op=self.name,
             )
+        check_share(self.name, "local_down", down, wide, rank)
         rows = down.shape[0]
         if router.shape[0] != rows:
             raise InvalidArgumentError(
@@ -165,28 +196,29 @@ class AllGatherPairTopk(Collective):
         down, top_k = tensors[0], self.spec.top_k
         rows = down.shape[0]
         return (
-            OutputSpec((rows, down.shape[1] * info.world_size), down.dtype),
+            OutputSpec((rows, self.width or down.shape[1] * info.world_size), down.dtype),
             OutputSpec((rows, top_k), "float32"),
             OutputSpec((rows, top_k), "int32"),
         )
 
     def kernel(self, key: KernelKey) -> Any:
-        protocol, pack, kind = key.variant
+        protocol, pack, kind = key.variant[:3]
         how: dict[str, Any] = {"protocol": str(protocol), "pack": int(pack), "threads": self.block}
-        if not is_wide(self.spec):
+        spec = replace(self.spec, numerics=str(kind)) if is_kimi(self.spec) else self.spec
+        if UNEVEN in key.variant or not is_wide(spec):
             from .row_kernels import gathered_kernel
 
-            return gathered_kernel(self.spec, **how)
+            return gathered_kernel(spec, **how, uneven=UNEVEN in key.variant)
         from .fused_kernels import fused_kernel
 
-        spec = replace(self.spec, numerics=str(kind)) if is_kimi(self.spec) else self.spec
         return fused_kernel(spec, **how)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        from .reference import gather_columns, router_topk
+        from .reference import gather_dense, router_topk
 
-        down = gather_columns([shard[0] for shard in shards])
-        router = gather_columns([shard[1] for shard in shards])
+        uneven = self._is_uneven(len(shards))
+        down = gather_dense([shard[0] for shard in shards], uneven)
+        router = gather_dense([shard[1] for shard in shards], uneven)
         bias = shards[0][2] if self.spec.bias else None
         return (down, *router_topk(router, bias, self.spec))
 

@@ -6,11 +6,12 @@ Message flow and bytes: those of all_gather_pair, with more tensors behind one f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgumentError
-from .columns import BLOCK, check_columns, gather_variants, plan_gather
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+from .columns import check_columns
+from .gathers import Gather
+from .registry import Collective, KernelKey, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ EVERY_DTYPE = (
 )
 
 
-class AllGather(Collective):
+class AllGather(Gather):
     """[rows, w, ...] per tensor and rank -> [rows, W*w, ...] per tensor, column shards in order.
 
     Of any dtype, each of its own; bytes are moved, never converted.
@@ -30,13 +31,16 @@ class AllGather(Collective):
     Args:
         count: Number of tensors, 1 to 8. Registered is the one for a single tensor;
             `group.run("all_gather", ...)` takes any number.
+        widths: Per tensor, of the gathered row, if shards are those of torch.tensor_split.
     """
 
     name = "all_gather"
-    block = BLOCK
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, widths: Sequence[int] | None = None) -> None:
         self.num_inputs = count
+        self.row_inputs = range(count)
+        self.kind = (count,)
+        self._take(widths)
 
     def for_inputs(self, count: int) -> Collective:
         if not 1 <= count <= MAX_TENSORS:
@@ -51,49 +55,19 @@ class AllGather(Collective):
     def prepared_by(self) -> str:
         return f'"{self.name}", tensors={self.num_inputs}'
 
-    def num_outputs(self) -> int:
-        return self.num_inputs
-
-    def num_scalars(self, key: KernelKey) -> int:
-        return 2 + 5 * self.num_inputs
-
-    def variants(self) -> Sequence[KernelKey]:
-        keys = gather_variants(self.name)
-        return [KernelKey(key.op, (*key.variant, self.num_inputs)) for key in keys]
-
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
-        """See Collective.plan. Scalars: as of all_gather_pair."""
-        for index, meta in enumerate(tensors):
-            dimensions = max(len(meta.shape), 2)
-            label = f"tensor {index}"
+        """See Collective.plan, and Gather.planned for the scalars."""
+        labels = [f"tensor {index}" for index in range(len(tensors))]
+        for label, meta in zip(labels, tensors, strict=True):
             check_columns(
                 self.name,
                 label,
                 meta,
-                ndim=dimensions,
+                ndim=max(len(meta.shape), 2),
                 max_rows=info.max_rows,
                 dtypes=EVERY_DTYPE,
             )
-        outputs = tuple(
-            OutputSpec(
-                (meta.shape[0], meta.shape[1] * info.world_size, *meta.shape[2:]), meta.dtype
-            )
-            for meta in tensors
-        )
-        return plan_gather(self.name, info, tensors, outputs, (self.num_inputs,))
-
-    def kernel(self, key: KernelKey) -> Any:
-        from .gather_kernels import gather_kernel
-
-        protocol, pack = key.variant[:2]
-        return gather_kernel(
-            self.num_inputs, protocol=str(protocol), pack=int(pack), threads=self.block
-        )
-
-    def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        from .reference import gather_dense
-
-        return tuple(gather_dense([shard[i] for shard in shards]) for i in range(self.num_inputs))
+        return self.planned(info, tensors, labels)
 
     def example_inputs(
         self, world_size: int, rows: int, seed: int
@@ -111,6 +85,10 @@ class Barrier(AllGather):
     """
 
     name = "barrier"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row_inputs = ()
 
     def for_inputs(self, count: int) -> Collective:
         return self

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .columns import BLOCK, row_nbytes
+from .columns import BLOCK, row_nbytes, share_of_bytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
@@ -18,10 +19,11 @@ class _Reduction(Collective):
 
     num_inputs = 1
     block = BLOCK
+    row_inputs = (0,)
     scatter = False
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 7
+        return 8 if self.scatter else 7
 
     def variants(self) -> Sequence[KernelKey]:
         return reduce_variants(self.name)
@@ -62,6 +64,16 @@ class AllReduce(_Reduction):
         outputs = (OutputSpec(local.shape, local.dtype),)
         return plan_reduction(self.name, info, local, outputs, Parts(row_nbytes(local)))
 
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]]:
+        """See Collective.plan_columns. A part of a row is a row."""
+        (local,) = tensors
+        begin, end = share_of_bytes(row_nbytes(local), part, parts)
+        numbers = (end - begin) // local.itemsize
+        plan = self.plan(info, replace(local, shape=(1, numbers), strides=(numbers, 1)))
+        return plan, (begin, begin)
+
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference_sums import sum_of_ranks
 
@@ -84,8 +96,19 @@ class ReduceScatter(_Reduction):
         check_reduced(self.name, "local", local, info.max_rows)
         width = divided(self.name, "columns", local.shape[1], world)
         outputs = (OutputSpec((local.shape[0], width, *local.shape[2:]), local.dtype),)
-        parts = Parts(row_nbytes(local) // world, count=world)
+        size = row_nbytes(local) // world
+        parts = Parts(size, apart=size, count=world)
         return plan_reduction(self.name, info, local, outputs, parts)
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]]:
+        """See Collective.plan_columns. Of every owner's columns the same part."""
+        (local,) = tensors
+        size = row_nbytes(local) // info.world_size
+        begin, end = share_of_bytes(size, part, parts)
+        one = Parts(end - begin, apart=size, count=info.world_size)
+        return plan_reduction(self.name, info, local, (), one), (begin, begin)
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         return self.reference_for(0, shards)

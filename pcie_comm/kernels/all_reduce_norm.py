@@ -35,6 +35,7 @@ class AllReduceRmsNorm(Collective):
     tolerance = 3 * 2.0**-8
     num_inputs = 3
     block = BLOCK
+    row_inputs = (0, 1)
 
     def __init__(self, eps: float = 1e-6) -> None:
         self.eps = eps

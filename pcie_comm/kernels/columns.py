@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InvalidArgumentError
-from ..layout import STAGED_ALIGNMENT, align_up, divisor
+from ..layout import PACK_NBYTES, STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, gather_grid, pace
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
@@ -79,6 +79,19 @@ def pack_width(info: PlanInfo, protocol: str, tensors: Sequence[TensorMeta]) -> 
     sizes = [size for meta in tensors for size in (row_nbytes(meta), stride_nbytes(meta))]
     limit = min([info.output_alignment, *(meta.alignment for meta in tensors)])
     return next(p for p in PACKS[protocol] if p <= limit and all(size % p == 0 for size in sizes))
+
+
+def share(count: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where a part of `count` things begins and ends, as torch.tensor_split cuts them."""
+    size, more = divmod(count, parts)
+    begin = part * size + min(part, more)
+    return begin, begin + size + int(part < more)
+
+
+def share_of_bytes(nbytes: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where a part of a row begins and ends: in whole packs, but for the row's end."""
+    begin, end = share(-(-nbytes // PACK_NBYTES), part, parts)
+    return min(begin * PACK_NBYTES, nbytes), min(end * PACK_NBYTES, nbytes)
 
 
 def gather_variants(op: str) -> list[KernelKey]:

@@ -66,6 +66,7 @@ DEVICE_MODULES = (
     "router_rows",
     "row_kernels",
     "scalars",
+    "uneven_columns",
     "tagged",
     "topk",
     "waits",

@@ -25,7 +25,8 @@ class Heads(Slices):
     Args:
         lse: Of the own rank, [rows, heads].
         scalars: Row stride of `lse` in bytes; heads that a rank owns, and as a divisor; bytes of a
-            head, and as a divisor; heads of a part that a block moves, and as a divisor.
+            head, and as a divisor; heads of a part that a block moves, and as a divisor;
+            how far the heads of two owners are apart in a row.
     """
 
     def keep_lse(self, lse: Int64, scalars: tuple) -> None:
@@ -35,6 +36,7 @@ class Heads(Slices):
         self.heads, self.heads_divisor = Int32(scalars[1]), scalars[2]
         self.head_nbytes, self.head_divisor = Int32(scalars[3]), scalars[4]
         self.per_block, self.per_block_divisor = Int32(scalars[5]), scalars[6]
+        self.heads_apart = Int32(scalars[7])
         self.behind = self.part
         count = num.quotient(self.columns.nbytes, self.head_divisor)
         lses = (count * Int32(4) + Int32(STAGED_ALIGNMENT - 1)) & Int32(-STAGED_ALIGNMENT)
@@ -45,7 +47,7 @@ class Heads(Slices):
     def _own_lse(self, owner: Int32, head: Int32) -> Int64:
         """Return where the own log-sum-exp for a head of an owner's part lies."""
         row = num.quotient(head, self.heads_divisor)
-        column = owner * self.heads + head - row * self.heads
+        column = owner * self.heads_apart + head - row * self.heads
         return self.lse + num.wide(row) * self.lse_stride + num.wide(column) * 4
 
     @cute.jit
@@ -126,8 +128,9 @@ def lse_kernel(dtype: str, *, push: bool, pack: int, threads: int) -> Any:
         lane = Lane(args, threads)
         partial, lse, output = tensors
         columns = part_of(lane, partial, output, scalars)
-        heads = Heads(Staging(lane, push), columns, dtype, scatter=True, pack=pack)
-        heads.keep_lse(lse, scalars[7:])
+        staging = Staging(lane, push)
+        heads = Heads(staging, columns, dtype, scatter=True, pack=pack, apart=scalars[7])
+        heads.keep_lse(lse, scalars[8:])
         lane.enter()
         if push:
             lane.await_turn(lane.block, Int32(scalars[1]))

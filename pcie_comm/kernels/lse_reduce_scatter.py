@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
-from .columns import BLOCK, check_columns, stride_nbytes
+from .columns import BLOCK, check_columns, share, stride_nbytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
@@ -33,9 +33,10 @@ class LseReduceScatter(Collective):
     num_inputs = 2
     tolerance = 2.0**-7
     block = BLOCK
+    row_inputs = (0, 1)
 
     def num_scalars(self, key: KernelKey) -> int:
-        return 14
+        return 16
 
     def variants(self) -> Sequence[KernelKey]:
         return [key for key in reduce_variants(self.name) if key.variant[0] != "tagged"]
@@ -52,15 +53,41 @@ class LseReduceScatter(Collective):
             )
         rows, heads, dim = partial.shape
         local = divided(self.name, "heads", heads, world)
-        head_nbytes = dim * partial.itemsize
+        outputs = (OutputSpec((rows, local, dim), partial.dtype),)
+        return self._planned(info, partial, lse, local, outputs)
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]] | None:
+        """See Collective.plan_columns. Of every owner's heads the same part."""
+        partial, lse = tensors
+        local = partial.shape[1] // info.world_size
+        if parts > local:
+            return None
+        begin, end = share(local, part, parts)
+        offset = begin * partial.shape[2] * partial.itemsize
+        plan = self._planned(info, partial, lse, end - begin, ())
+        return plan, (offset, begin * 4, offset)
+
+    def _planned(
+        self,
+        info: PlanInfo,
+        partial: TensorMeta,
+        lse: TensorMeta,
+        local: int,
+        outputs: tuple[OutputSpec, ...],
+    ) -> Plan:
+        """Plan a call, or one of `local` heads of each owner's. Tensors are checked."""
+        rows, heads, dim = partial.shape
+        head_nbytes, apart = dim * partial.itemsize, heads // info.world_size
         parts = Parts(
             local * head_nbytes,
-            count=world,
+            apart=apart * head_nbytes,
+            count=info.world_size,
             beside=align_up(rows * local * 4, STAGED_ALIGNMENT),
             item=head_nbytes,
             tagged=False,
         )
-        outputs = (OutputSpec((rows, local, dim), partial.dtype),)
         plan = plan_reduction(self.name, info, partial, outputs, parts)
         per_block = plan.scalars[5] // head_nbytes
         return replace(
@@ -74,6 +101,7 @@ class LseReduceScatter(Collective):
                 divisor(head_nbytes),
                 per_block,
                 divisor(per_block),
+                apart,
             ),
             exchanged=(0, 1),
         )

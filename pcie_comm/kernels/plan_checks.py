@@ -58,14 +58,16 @@ def blaming(collective: Collective, what: str, rank: int | None = None) -> Itera
         raise _failed(collective, what, error, rank) from error
 
 
-def variants_of(collective: Collective, rank: int | None = None) -> list[KernelKey]:
-    """Return the kernels of a plugin.
+def variants_of(
+    collective: Collective, rank: int | None = None, world_size: int = 0
+) -> list[KernelKey]:
+    """Return the kernels of a plugin; with a world size, those that its calls there may need.
 
     Raises:
         UnsupportedError: The plugin fails, or names kernels that are none, or not its own.
     """
     with blaming(collective, "failed to list its kernels", rank):
-        keys = list(collective.variants())
+        keys = list(collective.needed(world_size) if world_size else collective.variants())
         listed: list[object] = list(keys)
         for key in listed:
             if not isinstance(key, KernelKey) or key.op != collective.name:

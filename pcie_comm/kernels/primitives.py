@@ -118,9 +118,9 @@ def load_v2(
     return _fields(value, 2, Uint32, T.i32(), **at)
 
 
-# --- packs: the unit a gather moves, 16, 4 or 1 bytes, with a predicate instead of a branch ------
+# --- packs: the unit a gather moves, 16, 4, 2 or 1 bytes, with a predicate instead of a branch ---
 
-_PACK = {16: ("v4.u32", 4), 4: ("u32", 1), 1: ("u8", 1)}
+_PACK = {16: ("v4.u32", 4), 4: ("u32", 1), 2: ("u16", 1), 1: ("u8", 1)}
 
 
 def _pack_load(nbytes: int, qualifier: str, address: Any, enabled: Any, **at: Any) -> Any:

@@ -39,12 +39,21 @@ class Slices(DeviceObject):
         columns: A part: row size, stride of the input's rows, the output, dense.
         dtype: Of the numbers.
         scatter: Whether each rank gets columns of its own; `row_nbytes` counts these then.
+        apart: How far columns of two owners are apart in the input, in bytes, if scattered.
         pack: Bytes of an item; every address, stride and `row_nbytes` is a multiple of it.
     """
 
     def __init__(
-        self, staging: Staging, columns: Columns, dtype: str, *, scatter: bool, pack: int
+        self,
+        staging: Staging,
+        columns: Columns,
+        dtype: str,
+        *,
+        scatter: bool,
+        pack: int,
+        apart: Int64 | int = 0,
     ) -> None:
+        self.apart = apart
         self.staging = staging
         self.lane = staging.lane
         self.columns = columns
@@ -63,9 +72,8 @@ class Slices(DeviceObject):
         """Return where an item for `owner` lies in the own input."""
         columns = self.columns
         row, column = columns.split(index * Int32(self.pack))
-        if self.scatter:
-            column += owner * columns.row_nbytes
-        return columns.source + num.wide(row) * columns.source_stride + num.wide(column)
+        source = columns.source + num.wide(row) * columns.source_stride + num.wide(column)
+        return source + num.wide(owner) * self.apart if self.scatter else source
 
     def load_own(self, owner: Int32, index: Int32, enabled: Uint32) -> tuple:
         """Load an item of the own input."""
@@ -153,8 +161,11 @@ class Slices(DeviceObject):
 class TaggedSlices(Slices):
     """The same with units of 8 bytes. Participants: all but the last warp of the block."""
 
-    def __init__(self, lane: Lane, columns: Columns, dtype: str, *, scatter: bool) -> None:
-        super().__init__(Staging(lane, True), columns, dtype, scatter=scatter, pack=8)
+    def __init__(
+        self, lane: Lane, columns: Columns, dtype: str, *, scatter: bool, apart: Int64 | int
+    ) -> None:
+        staging = Staging(lane, True)
+        super().__init__(staging, columns, dtype, scatter=scatter, pack=8, apart=apart)
         self.workers = lane.threads - WARP
 
     def load_own(self, owner: Int32, index: Int32, enabled: Uint32) -> tuple:

@@ -12,7 +12,11 @@ from .reduce import Slices, TaggedSlices
 
 
 def reduce_kernel(dtype: str, *, scatter: bool, protocol: str, pack: int, threads: int) -> Any:
-    """Return the kernel. Its scalars: rows, policy.pace, those of columns.column_scalars."""
+    """Return the kernel.
+
+    Its scalars: rows, policy.pace, those of columns.column_scalars; with `scatter`, how far the
+    columns of two owners are apart in the input.
+    """
     if protocol == "tagged":
         return _tagged_kernel(dtype, scatter, threads)
 
@@ -21,7 +25,8 @@ def reduce_kernel(dtype: str, *, scatter: bool, protocol: str, pack: int, thread
         lane = Lane(args, threads)
         staging = Staging(lane, protocol == "push")
         columns = part_of(lane, tensors[0], tensors[1], scalars)
-        slices = Slices(staging, columns, dtype, scatter=scatter, pack=pack)
+        apart = scalars[7] if scatter else 0
+        slices = Slices(staging, columns, dtype, scatter=scatter, pack=pack, apart=apart)
         lane.enter()
         if protocol == "push":
             lane.await_turn(lane.block, Int32(scalars[1]))
@@ -39,7 +44,8 @@ def _tagged_kernel(dtype: str, scatter: bool, threads: int) -> Any:
     def reduce_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
         columns = part_of(lane, tensors[0], tensors[1], scalars)
-        slices = TaggedSlices(lane, columns, dtype, scatter=scatter)
+        apart = scalars[7] if scatter else 0
+        slices = TaggedSlices(lane, columns, dtype, scatter=scatter, apart=apart)
         lane.enter()
         patient = Int32(scalars[1])
         late = no_wait()

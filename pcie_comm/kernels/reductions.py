@@ -85,6 +85,7 @@ class Parts:
 
     Attributes:
         nbytes: Of a row of a part.
+        apart: How far two parts are apart in a row, if there are several.
         count: How many different parts a rank has: 1, or one for each rank.
         beside: Bytes that are staged behind each part.
         item: What a block must not split, in bytes; 0: nothing but 16-byte units.
@@ -93,6 +94,7 @@ class Parts:
     """
 
     nbytes: int
+    apart: int = 0
     count: int = 1
     beside: int = 0
     item: int = 0
@@ -103,13 +105,16 @@ class Parts:
 def plan_reduction(
     op: str, info: PlanInfo, tensor: TensorMeta, outputs: tuple[OutputSpec, ...], parts: Parts
 ) -> Plan:
-    """Plan a reduction of one tensor. Scalars: rows, policy.pace, those of column_scalars."""
+    """Plan a reduction of one tensor.
+
+    Scalars: rows, policy.pace, those of column_scalars; if `parts` are apart, how far.
+    """
     rows, world, part = tensor.shape[0], info.world_size, parts.nbytes
     staged = align_up(rows * part, STAGED_ALIGNMENT) + parts.beside
     protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
     if protocol == "tagged" and not parts.tagged:
         protocol = "push"
-    sizes = [part, parts.item, stride_nbytes(tensor)]
+    sizes = [part, parts.item, parts.apart, stride_nbytes(tensor)]
     sizes += [stride_nbytes(one) for one in parts.others if len(one.shape) > 1]
     alignments = [info.output_alignment, *(one.alignment for one in (tensor, *parts.others))]
     protocol, pack = pack_of(op, protocol, sizes, alignments)
@@ -132,6 +137,7 @@ def plan_reduction(
             divisor(part),
             chunk,
             divisor(chunk // pack),
+            *([parts.apart] if parts.apart else []),
         ),
         staged_nbytes=staged * {"push": 1, "pull": parts.count, "tagged": 2}[protocol],
         exchanged=(0,),

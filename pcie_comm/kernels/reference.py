@@ -140,14 +140,15 @@ def gather_heads(shards: Sequence[Tensor]) -> Tensor:
     return _concatenate_bytes(shards, ("rows", "heads", "dim"))
 
 
-def gather_dense(shards: Sequence[Tensor]) -> Tensor:
+def gather_dense(shards: Sequence[Tensor], uneven: bool = False) -> Tensor:
     """Put the ranks' shards together along their second dimension, every byte as it was.
 
     Args:
         shards: One [rows, width, ...] tensor per rank, in rank order, alike in shape and dtype.
+        uneven: Widths may differ.
     """
     axes = ("rows", "width", *(f"size {i}" for i in range(2, shards[0].ndim)))
-    return _concatenate_bytes(shards, axes)
+    return _concatenate_bytes(shards, axes, uneven)
 
 
 def _by_row(formula: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
@@ -191,14 +192,20 @@ def _check_router_inputs(logits: Tensor, bias: Tensor | None, spec: RouterSpec) 
         )
 
 
-def _concatenate_bytes(shards: Sequence[Tensor], axes: Sequence[str]) -> Tensor:
+def _concatenate_bytes(
+    shards: Sequence[Tensor], axes: Sequence[str], uneven: bool = False
+) -> Tensor:
     """Concatenate along axis 1. As bytes, because torch's support of fp8 is patchy."""
     wanted = f"pass one [{', '.join(axes)}] tensor per rank, alike in shape, dtype and device"
     if not shards:
         raise InvalidArgumentError(f"nothing to gather: shards=0; {wanted}")
     first = shards[0]
     for rank, shard in enumerate(shards):
-        alike = (shard.shape, shard.dtype, shard.device) == (first.shape, first.dtype, first.device)
+        ours, theirs = (
+            [*one.shape[:1], *one.shape[2 if uneven else 1 :], one.dtype, one.device]
+            for one in (shard, first)
+        )
+        alike = ours == theirs
         if shard.ndim != len(axes) or not alike:
             raise InvalidArgumentError(
                 f"shard of rank {rank} does not fit: shard={_describe(shard)}, "

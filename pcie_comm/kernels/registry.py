@@ -76,7 +76,7 @@ class PlanInfo:
         world_size: Number of ranks.
         protocol: `pull` or `push`.
         segment_nbytes: What one rank may stage in one slot.
-        max_rows: Most rows of one call.
+        max_rows: Most rows of one call, for collectives that cannot be cut (`row_inputs`).
         max_blocks: Most thread blocks that are resident on every rank's device at once.
         output_alignment: Largest power of two, at most 16, that divides every output's address.
         limits: Sizes up to which `auto` means tagged push, and push.
@@ -127,6 +127,7 @@ class Plan:
             a call without communication.
         facts: What must be equal on all ranks for the call to match; goes into the signature.
             Not the kernel's variant: ranks whose tensors are aligned differently still match.
+        shards: Per rank, the shapes of its exchanged inputs, if they differ between ranks.
     """
 
     op: str
@@ -137,6 +138,7 @@ class Plan:
     staged_nbytes: int = 0
     exchanged: tuple[int, ...] = ()
     facts: tuple[object, ...] = field(default=())
+    shards: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def signature(self) -> int:
@@ -157,6 +159,9 @@ class Collective(ABC):
         communicates: Its kernels have peers: they make a Lane, and may count what it does.
         tolerance: By how much numbers of a GPU may differ from those of `reference`, relative and
             absolute; 0: every byte is equal.
+        row_inputs: Inputs whose first dimension counts rows, if a call is the same as calls on
+            ranges of its rows, one after another, and all outputs have these rows first. Then a
+            call may have any number of rows: what does not fit a slot is cut. Empty: never cut.
         registered: The registry holds this very instance. Set by the registry.
     """
 
@@ -166,6 +171,7 @@ class Collective(ABC):
     device_sources: Sequence[Path] = ()
     communicates: bool = True
     tolerance: float = 0.0
+    row_inputs: Sequence[int] = ()
     registered: bool = False
 
     @abstractmethod
@@ -180,6 +186,10 @@ class Collective(ABC):
     @abstractmethod
     def variants(self) -> Sequence[KernelKey]:
         """Return every kernel that `plan` can ask for, for ahead-of-time builds."""
+
+    def needed(self, world_size: int) -> Sequence[KernelKey]:
+        """Return those of `variants` that calls of a group of this size may ask for."""
+        return self.variants()
 
     @abstractmethod
     def kernel(self, key: KernelKey) -> Any:
@@ -226,6 +236,22 @@ class Collective(ABC):
             reason="the plugin has no example_inputs",
             op=self.name,
         )
+
+    def plan_columns(
+        self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
+    ) -> tuple[Plan, tuple[int, ...]] | None:
+        """Plan a part of a call of one row that does not fit a slot; None if rows are never cut.
+
+        Args:
+            info: Of the group.
+            part: Which one, from 0; part 0 stages most.
+            parts: How many there are.
+            tensors: Of the whole call.
+
+        Returns:
+            The plan of the launch, and per input and output where it begins, in bytes.
+        """
+        return None
 
     def for_inputs(self, count: int) -> Collective:
         """Return the plugin for a call with `count` tensors, of those that take any number."""

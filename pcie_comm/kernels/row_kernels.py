@@ -29,6 +29,7 @@ from .router_kernels import WORKERS, sync_workers
 from .router_rows import RowSelector
 from .router_spec import RouterSpec
 from .tagged import TaggedGather, await_unit
+from .uneven_columns import UnevenColumns
 
 UNIT_SHIFT = 3
 WORKER_SHIFT = WORKERS.bit_length() - 1
@@ -85,6 +86,37 @@ class GatheredRows:
     units_divisor: Int64
     peer_shift: Int32
 
+    def count(self, rank: Int32) -> Int32:
+        """Return how many experts a rank owns."""
+        return self.experts
+
+    def first(self, rank: Int32) -> Int32:
+        """Return a rank's first expert."""
+        return rank * self.experts
+
+    def there(self, local: Int32, rank: Int32, enabled: Uint32) -> Uint32:
+        """Return `enabled`, or 0 for the first half of a unit that a rank has no expert for."""
+        return enabled
+
+
+@dataclass(frozen=True)
+class UnevenRows(GatheredRows):
+    """The same where the first `extra` ranks own an expert more than `experts`."""
+
+    extra: Int32
+
+    def count(self, rank: Int32) -> Int32:
+        """Return how many experts a rank owns."""
+        return self.experts + num.select(rank < self.extra, Int32(1), Int32(0))
+
+    def first(self, rank: Int32) -> Int32:
+        """Return a rank's first expert."""
+        return rank * self.experts + num.minimum(rank, self.extra)
+
+    def there(self, local: Int32, rank: Int32, enabled: Uint32) -> Uint32:
+        """Return `enabled`, or 0 where a rank has no expert of this number."""
+        return enabled & Uint32(local < self.count(rank))
+
 
 class GatheredRouter(DeviceObject):
     """A router block. Participants of every method: workers."""
@@ -109,8 +141,9 @@ class GatheredRouter(DeviceObject):
         rows = self.rows
         local = unit << Int32(1)
         address = rows.logits + num.wide(row) * rows.stride + num.wide(local) * 4
-        second = enabled & Uint32(local + Int32(1) < rows.experts)
-        (low,) = prim.load_pack(address, enabled, 4)
+        rank = self.lane.rank
+        second = enabled & Uint32(local + Int32(1) < rows.count(rank))
+        (low,) = prim.load_pack(address, rows.there(local, rank, enabled), 4)
         (high,) = prim.load_pack(address + Int64(4), second, 4)
         return low, high
 
@@ -153,10 +186,10 @@ class GatheredRouter(DeviceObject):
     def _keep(self, peer: Int32, unit: Int32, words: tuple, inside: Uint32) -> None:
         """Store the two logits of a peer's unit in shared memory."""
         local = unit << Int32(1)
-        expert = peer * self.rows.experts + local
-        there = inside != Uint32(0)
+        expert = self.rows.first(peer) + local
+        there = self.rows.there(local, peer, inside) != Uint32(0)
         self.selector.keep(expert, words[0], there)
-        paired = there & (local + Int32(1) < self.rows.experts)
+        paired = there & (local + Int32(1) < self.rows.count(peer))
         self.selector.keep(expert + Int32(1), words[1], paired)
 
     def _place(self, flat: Int32) -> tuple:
@@ -223,21 +256,24 @@ class GatheredRouter(DeviceObject):
         self.selector.select(self.rows.weights + offset, self.rows.ids + offset, enabled)
 
 
-def gathered_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) -> Any:
+def gathered_kernel(
+    spec: RouterSpec, *, protocol: str, pack: int, threads: int, uneven: bool = False
+) -> Any:
     """Return the kernel of all_gather_pair_topk for routers that need whole rows.
 
     Its scalars: rows, router blocks, policy.pace of the gather's blocks, rows per router block,
     owned experts, units of a staged row, the same as a divisor, peer shift, router row stride in
-    bytes; then those of the down row, see columns.column_scalars.
+    bytes; of uneven shards, how many ranks own one expert more; then those of the down row, see
+    columns.column_scalars and uneven.uneven_scalars.
     """
     if protocol == "tagged":
-        return _tagged_kernel(spec, pack, threads)
+        return _tagged_kernel(spec, pack, threads, uneven)
 
     @cute.kernel
     def gather_rows(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads)
         staging = Staging(lane, protocol == "push")
-        rows, columns = split_tensors(lane, spec, tensors, scalars)
+        rows, columns = split_tensors(lane, spec, tensors, scalars, uneven)
         router_blocks = Int32(scalars[1])
         router = GatheredRouter(staging, rows, spec)
         gather = ColumnGather(staging, columns, lane.block - router_blocks, pack)
@@ -261,11 +297,11 @@ def gathered_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int)
     return gather_rows
 
 
-def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
+def _tagged_kernel(spec: RouterSpec, pack: int, threads: int, uneven: bool) -> Any:
     @cute.kernel
     def gather_rows_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
-        rows, columns = split_tensors(lane, spec, tensors, scalars)
+        rows, columns = split_tensors(lane, spec, tensors, scalars, uneven)
         router_blocks = Int32(scalars[1])
         router = GatheredRouter(Staging(lane, True), rows, spec)
         gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
@@ -290,7 +326,7 @@ def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
 
 
 def split_tensors(
-    lane: Lane, spec: RouterSpec, tensors: tuple, scalars: tuple
+    lane: Lane, spec: RouterSpec, tensors: tuple, scalars: tuple, uneven: bool
 ) -> tuple[GatheredRows, Columns]:
     """Return the two halves of a launch's arguments."""
     down, logits = tensors[:2]
@@ -298,7 +334,9 @@ def split_tensors(
     rows, rows_per_block = Int32(scalars[0]), Int32(scalars[3])
     units = Int32(scalars[5])
     first_row = num.minimum(lane.block * rows_per_block, rows)
-    router = GatheredRows(
+    more = {"extra": Int32(scalars[9])} if uneven else {}
+    router = (UnevenRows if uneven else GatheredRows)(
+        **more,
         logits=logits,
         stride=scalars[8],
         biases=tensors[2] if spec.bias else Int64(0),
@@ -313,5 +351,6 @@ def split_tensors(
     )
     staged = rows * units << Int32(UNIT_SHIFT)
     aligned = (staged + Int32(STAGED_ALIGNMENT - 1)) & Int32(-STAGED_ALIGNMENT)
-    columns = Columns.of(lane, rows, num.wide(aligned), down, down_out, scalars[9:])
+    kind, begin = (UnevenColumns, 10) if uneven else (Columns, 9)
+    columns = kind.of(lane, rows, num.wide(aligned), down, down_out, scalars[begin:])
     return router, columns

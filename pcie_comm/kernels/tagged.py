@@ -90,7 +90,7 @@ class TaggedGather(DeviceObject):
 
     The transfers of all tensors form one list, spread over the threads peer by peer, the next rank
     first: a warp stores neighbouring units to one peer. A unit holds 8 bytes of the dense staged
-    form; `pack` is 8 where rows and addresses allow to load and store them whole, else 1.
+    form; `pack` is 8 where rows and addresses allow to load and store them whole, else less.
     """
 
     def __init__(self, lane: Lane, columns: Sequence[Columns], part: Int32, pack: int) -> None:
@@ -108,11 +108,11 @@ class TaggedGather(DeviceObject):
         columns, local = self.tensors[0], flat
         if len(self.tensors) == 2:
             second = flat >= self.sizes[0]
-            columns = Columns(
+            columns = type(columns)(
                 *(
                     num.select(second, getattr(b, field.name), getattr(a, field.name))
                     for a, b in [self.tensors]
-                    for field in dataclasses.fields(Columns)
+                    for field in dataclasses.fields(columns)
                 )
             )
             local = flat - num.select(second, self.sizes[0], Int32(0))
@@ -144,46 +144,49 @@ class TaggedGather(DeviceObject):
         columns = one.columns
         address = columns.source + num.wide(one.row) * columns.source_stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            return prim.load_v2(address, one.enabled)
+            return prim.load_v2(address, columns.within(self.lane.rank, one.column, one.enabled))
         words = [Uint32(0), Uint32(0)]
-        places = self._bytes(one, address, columns.source_stride)
-        for i in cutlass.range_constexpr(8):
+        places = self._places(self.lane.rank, one, address, columns.source_stride)
+        for i in cutlass.range_constexpr(8 // self.pack):
             address, inside = places[i]
-            (value,) = prim.load_pack(address, one.enabled & inside, 1)
-            words[i // 4] = words[i // 4] | (value << Uint32(8 * (i % 4)))
+            (value,) = prim.load_pack(address, one.enabled & inside, self.pack)
+            byte = i * self.pack
+            words[byte // 4] = words[byte // 4] | (value << Uint32(8 * (byte % 4)))
         return words[0], words[1]
 
     @cute.jit
     def store(self, rank: Int32, one: Transfer, words: tuple, enabled: Uint32) -> None:
         """Write 8 bytes of a rank's shard to the output."""
         columns = one.columns
-        stride = num.wide(columns.output_stride)
-        address = columns.output + num.wide(rank) * num.wide(columns.row_nbytes)
+        stride = columns.row_stride()
+        address = columns.output + columns.shard_offset(rank)
         address += num.wide(one.row) * stride + num.wide(one.column)
         if cutlass.const_expr(self.pack == 8):
-            prim.store_v2(address, words, enabled)
+            prim.store_v2(address, words, columns.within(rank, one.column, enabled))
         else:
-            places = self._bytes(one, address, stride)
-            for i in cutlass.range_constexpr(8):
+            places = self._places(rank, one, address, stride)
+            for i in cutlass.range_constexpr(8 // self.pack):
                 address, inside = places[i]
-                value = words[i // 4] >> Uint32(8 * (i % 4))
-                prim.store_pack(address, (value,), enabled & inside, 1)
+                byte = i * self.pack
+                value = words[byte // 4] >> Uint32(8 * (byte % 4))
+                prim.store_pack(address, (value,), enabled & inside, self.pack)
 
-    def _bytes(self, one: Transfer, address: Int64, stride: Int64) -> list:
-        """Return address, and 1 or 0 for inside, of a unit's bytes, which may be of several rows.
+    def _places(self, rank: Int32, one: Transfer, address: Int64, stride: Int64) -> list:
+        """Return address, and 1 or 0 for inside, of a unit's packs, which may be of several rows.
 
-        `address` is that of the first, `stride` the distance of two rows.
+        `address` is that of the first, `stride` the distance of two rows, of the rank's shard.
         """
         columns = one.columns
         over = stride - num.wide(columns.row_nbytes)
         column = one.column
         places = []
-        for i in range(8):
-            places.append((address, Uint32(one.byte + Int32(i) < columns.nbytes)))
-            column += Int32(1)
+        for i in range(0, 8, self.pack):
+            inside = Uint32(one.byte + Int32(i) < columns.nbytes)
+            places.append((address, columns.within(rank, column, inside)))
+            column += Int32(self.pack)
             ended = column == columns.row_nbytes
             column = num.select(ended, Int32(0), column)
-            address += num.select(ended, over, Int64(0)) + Int64(1)
+            address += num.select(ended, over, Int64(0)) + Int64(self.pack)
         return places
 
     @cute.jit

@@ -32,6 +32,7 @@ class VocabArgmax(Collective):
     name = "vocab_argmax"
     num_inputs = 1
     block = BLOCK
+    row_inputs = (0,)
 
     def num_scalars(self, key: KernelKey) -> int:
         return 5

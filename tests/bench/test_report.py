@@ -121,6 +121,7 @@ def test_json_holds_all_of_a_run(tmp_path):
         "median_us": 4.0,
         "min_us": 3.6,
         "max_us": 4.8,
+        "gigabytes_per_s": 0.219,
         "correct": True,
     }
     assert found["rows"][4]["correct"] is False

@@ -13,8 +13,8 @@ from ptx_machine import Launch, Machine, Program
 
 from pcie_comm.crossovers import VRAM
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.plan_checks import check_plan, make_plan
-from pcie_comm.kernels.registry import Collective, KernelKey, PlanInfo
+from pcie_comm.kernels.pieces import Piece, plan_call
+from pcie_comm.kernels.registry import Collective, KernelKey, Plan, PlanInfo
 from pcie_comm.layout import MAX_WORLD, ControlLayout, CountLayout, SlabLayout, StatusLayout
 from pcie_comm.stats import WORDS, ChannelStats, Records, channel_stats
 from pcie_comm.tensors import alignment_of, byte_view, meta_of, torch_dtype
@@ -104,23 +104,33 @@ class World:
         data[at : at + nbytes] = byte_view(flat).numpy().tobytes()
         return address
 
+    def _launch(self, plugin: Collective, rank: int, plan: Plan, places: list[int]) -> list[Launch]:
+        assert plan.kernel in plugin.variants()
+        assert len(plan.scalars) == plugin.num_scalars(plan.kernel)
+        counts = self.stats and plugin.communicates
+        key = replace(plan.kernel, stats=True) if counts else plan.kernel
+        signature = plan.signature | (plan.staged_nbytes * (self.size - 1) << 32)
+        params = [self.controls[rank], rank, self.size, signature, *places, *plan.scalars]
+        return [Launch(program_of(plugin, key), params, plan.grid)] if plan.grid else []
+
     def call(
         self,
         plugin: Collective | Sequence[Collective],
         inputs: Sequence[Sequence[torch.Tensor]],
     ) -> list[list[torch.Tensor]]:
-        """Run one call on every rank, of one plugin or of each its own; return the outputs.
+        """Run one call on every rank, of one plugin or of each its own, launch by launch.
+
+        Returns the outputs.
 
         Raises:
             AssertionError: A rank reports a failure.
         """
-        memory, launches, results = self.machine.memory, [], []
+        memory, results = self.machine.memory, []
+        steps: list[list[Launch]] = []
         plugins = [plugin] * self.size if isinstance(plugin, Collective) else plugin
         for rank, tensors in enumerate(inputs):
             info, plugin = self.infos[rank], plugins[rank]
-            plan = make_plan(plugin, info, [meta_of(t) for t in tensors])
-            check_plan(plugin, plan, info, plan.staged_nbytes)
-            assert plan.kernel in plugin.variants()
+            plan, pieces = plan_call(plugin, info, [meta_of(t) for t in tensors])
             sources = [self._upload(t, f"input {i} of {rank}") for i, t in enumerate(tensors)]
             outputs = [
                 torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in plan.outputs
@@ -129,16 +139,15 @@ class World:
                 memory.allocate(out.numel() * out.itemsize, f"output {i} of {rank}")
                 for i, out in enumerate(outputs)
             ]
-            counts = self.stats and plugin.communicates
-            key = replace(plan.kernel, stats=True) if counts else plan.kernel
-            signature = plan.signature | (plan.staged_nbytes * (self.size - 1) << 32)
-            lane = (self.controls[rank], rank, self.size, signature)
-            params = [*lane, *sources, *targets, *plan.scalars]
-            assert len(plan.scalars) == plugin.num_scalars(plan.kernel)
-            if plan.grid:
-                launches.append(Launch(program_of(plugin, key), params, plan.grid))
+            starts = [*sources, *targets]
+            for step, piece in enumerate(pieces or [Piece(plan, (0,) * len(starts))]):
+                places = [a + b for a, b in zip(starts, piece.offsets, strict=True)]
+                steps += [[]] * (step + 1 - len(steps))
+                steps[step] = [*steps[step], *self._launch(plugin, rank, piece.plan, places)]
             results.append((outputs, targets))
-        self.machine.run(launches, plugin.block)
+        self.launched = len(steps)
+        for launches in steps:
+            self.machine.run(launches, plugin.block)
         for record in self.records:
             assert memory.load(record, 4) == 0, "a rank reports a failure"
         for outputs, targets in results:
