@@ -98,10 +98,16 @@ def usual_jobs() -> list[build.Job]:
     usual = [
         job
         for job in build.own_jobs(ARCHS)
-        if (job.key.op in DECODE_OPS and UNEVEN not in job.key.variant) or job.arch in OTHER_ARCHS
+        if (job.key.op in DECODE_OPS and UNEVEN not in job.key.variant)
+        or (job.arch in OTHER_ARCHS and not _is_copy(job))
     ]
     counting = [job for job in build.jobs(OTHER_ARCHS, DECODE_OPS, stats=True) if job.key.stats]
     return usual + counting
+
+
+def _is_copy(job: build.Job) -> bool:
+    """Tell whether a kernel is that of all_gather_heads under another name."""
+    return job.key.op == "all_gather" and UNEVEN in job.key.variant
 
 
 def cuobjdump() -> str | None:
