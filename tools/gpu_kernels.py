@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "all_reduce_max")]
 
 from pcie_comm import build  # noqa: E402 - a script: it finds the packages first
 
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     specs = importlib.import_module("router_rows").SPECS  # of the tests
     routers = list(dict.fromkeys(specs.values()))
     jobs = build.jobs([options.arch], floors=True, probes=True, stats=True, routers=routers)
+    example = importlib.import_module("all_reduce_max").AllReduceMax()
+    jobs += [build.Job(key, options.arch, example) for key in example.variants()]
     done = build.build_all(jobs, options.out, build.default_workers(), lambda built: None)
     print(f"{len(done)} kernels for {options.arch} in {options.out}")
     return 0
