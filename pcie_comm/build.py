@@ -146,6 +146,7 @@ def jobs(
     floors: bool = False,
     probes: bool = False,
     routers: Sequence[RouterSpec] = (),
+    tensors: int = 1,
     stats: bool = False,
 ) -> list[Job]:
     """Return a job per architecture and variant of the collectives `ops`; none named: of all.
@@ -156,6 +157,7 @@ def jobs(
         floors: Also the kernels that only the benchmark runs.
         probes: Also those that only the topology tool runs.
         routers: Also those of these routers, fused and stand-alone.
+        tensors: Also those for up to so many tensors, of collectives that take any number.
         stats: Also those that count, which run with `Config.stats`.
 
     Raises:
@@ -168,7 +170,8 @@ def jobs(
     keys: list[tuple[KernelKey, Collective | None]] = [
         (key, None) for collective in chosen for key in variants_of(collective)
     ]
-    members = [member for one in chosen for member in one.family() if member not in chosen]
+    families = [one for plugin in chosen for one in plugin.family() if one.num_inputs <= tensors]
+    members = [one for one in families if one not in chosen]
     members += [make(spec) for spec in routers for make in (router_collective, fused_collective)]
     keys += [(key, member) for member in members for key in variants_of(member)]
     keys += [

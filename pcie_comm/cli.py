@@ -132,6 +132,9 @@ def compile_kernels(
         list[str] | None,
         typer.Option(help="Also the router of a model, or of all that are known. Repeatable."),
     ] = None,
+    tensors: Annotated[
+        int, typer.Option(min=1, max=8, help="Also gathers of up to so many tensors in a launch.")
+    ] = 1,
     stats: Annotated[
         bool, typer.Option("--stats", help="Also those that count, for Config.stats.")
     ] = False,
@@ -145,9 +148,15 @@ def compile_kernels(
 
         started = time.perf_counter()
         names = [*(build.WHEEL_ARCHS if every else ()), *(arch or ())]
-        extra = {"floors": floors, "probes": probes, "stats": stats}
-        routers = build.resolve_routers(router or ())
-        todo = build.jobs(build.resolve_archs(names), op or (), routers=routers, **extra)
+        todo = build.jobs(
+            build.resolve_archs(names),
+            op or (),
+            floors=floors,
+            probes=probes,
+            routers=build.resolve_routers(router or ()),
+            tensors=tensors,
+            stats=stats,
+        )
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
         elapsed_s = time.perf_counter() - started

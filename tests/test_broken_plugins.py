@@ -281,7 +281,8 @@ def test_preparing_for_a_gpu_names_class_and_rank(methods, kind, tmp_path):
     """An engine as far as it goes without a GPU: what it loads must be compiled first."""
     pytest.importorskip("cutlass", reason="compiles kernels")
     engine = CudaEngine.__new__(CudaEngine)
-    engine.rank, engine.capability, engine._kernels = 5, (9, 0), {}
+    engine.rank, engine.world_size = 5, 8
+    engine.capability, engine._kernels = (9, 0), {}
     engine.store = KernelStore(None, tmp_path)
     with pytest.raises(kind, match=NAMED) as caught:
         engine.prepare(broken(**methods), ("push",))

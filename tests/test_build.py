@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pcie_comm import Config, build, cli
+from pcie_comm.calls import fused_collective, router_collective
 from pcie_comm.errors import CompileError, InvalidArgumentError, UnsupportedError
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import cubin
@@ -391,8 +392,7 @@ def test_worker_that_dies_is_reported(tmp_path, monkeypatch):
 def test_jobs_are_every_variant_once_per_arch():
     every = build.jobs(["sm_80", "sm_90a"])
     assert len(every) == len(set(every))
-    members = [member for one in collectives().values() for member in one.family()]
-    assert len(every) == 2 * sum(len(one.variants()) for one in members)
+    assert len(every) == 2 * sum(len(one.variants()) for one in collectives().values())
     assert build.jobs(["sm_80"], ["kimi_topk16", "kimi_topk16"]) == [
         build.Job(key, "sm_80") for key in ROUTER.variants()
     ]
@@ -400,12 +400,22 @@ def test_jobs_are_every_variant_once_per_arch():
         build.jobs(["sm_80"], ["nothing"])
 
 
+def test_jobs_of_gathers_of_several_tensors_are_there_if_asked_for():
+    one, three = (build.jobs(["sm_80"], ["all_gather"], tensors=count) for count in (1, 3))
+    assert len(three) == 3 * len(one)
+    assert {job.plugin().num_inputs for job in three} == {1, 2, 3}
+
+
 def test_jobs_of_routers_are_those_that_their_plugins_ask_for():
     specs = build.resolve_routers(["deepseek-v3", "kimi-k2", "kimi-k2.5", "all"])
     assert specs[:2] == [PRESETS["deepseek-v3"], PRESETS["kimi-k2"]]
     assert len(specs) == len(set(PRESETS.values()))
     found = build.jobs(["sm_80"], ["barrier"], routers=specs[:2])
-    assert len(found) == 5 + 2 * (1 + 8)
+    assert len(found) == 5 + sum(
+        len(make(spec).variants())
+        for spec in specs[:2]
+        for make in (router_collective, fused_collective)
+    )
     assert all(job.plugin().kernel(job.key) for job in found)
     with pytest.raises(InvalidArgumentError, match="router='gpt-5' is unknown"):
         build.resolve_routers(["gpt-5"])

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     specs = importlib.import_module("router_rows").SPECS  # of the tests
     routers = list(dict.fromkeys(specs.values()))
-    jobs = build.jobs([options.arch], floors=True, probes=True, stats=True, routers=routers)
+    jobs = build.jobs(
+        [options.arch], floors=True, probes=True, stats=True, routers=routers, tensors=8
+    )
     example = importlib.import_module("all_reduce_max").AllReduceMax()
     jobs += [build.Job(key, options.arch, example) for key in example.variants()]
     done = build.build_all(jobs, options.out, build.default_workers(), lambda built: None)
