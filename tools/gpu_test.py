@@ -89,7 +89,7 @@ TOGETHER = (
 that no file is left out."""
 
 BENCH_LIMIT_S = 100
-TOGETHER_LIMIT_S = 270
+TOGETHER_LIMIT_S = 240
 
 
 def output_of(*command: str) -> str:
