@@ -127,6 +127,7 @@ class CudaEngine:
         for rank, address in enumerate(peers.addresses):
             struct.pack_into("<Q", block, ControlLayout.PEERS + 8 * rank, address)
         driver.call("cuMemcpyHtoD", self._control, bytes(block), len(block))
+        driver.call("cuStreamSynchronize", 0)  # or a kernel on another stream could come before it
 
     def seed_epoch(self, epoch: int) -> None:
         """Set every block's counter, on every rank alike; for tests of its wrap."""

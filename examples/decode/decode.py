@@ -55,6 +55,8 @@ class Stepper:
 
     def capture(self) -> None:
         """Capture all buckets. No rank of this process may be waiting for another."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.current_blas_handle()  # of this thread; a capture must not create it
         for rows, inputs in self._inputs.items():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):

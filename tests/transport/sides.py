@@ -67,6 +67,7 @@ class Side:
         start = ctypes.addressof(source)
         with CudaDevice.at(self.device_index).current():
             driver.call("cuMemcpyHtoD", peers.addresses[target] + offset, start, len(data))
+            driver.call("cuStreamSynchronize", 0)  # few bytes may be on their way still
 
     def read(self, peers: PeerMap, target: int, offset: int, nbytes: int) -> bytes:
         """Read from a slab: through the host's view where there is one."""
