@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MEMORIES = {"VRAM": "cuda_local", "pinned host": "host_pinned"}
 PROTOCOLS = ("push", "pull", "tagged")
 WORLDS = (2, 3, 8, 16)
-ROUNDS = 6
+ROUNDS = 3
 TIMED_CALLS, TIMED_REPLAYS = 32, 10
 
 
