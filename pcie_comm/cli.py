@@ -159,7 +159,10 @@ def compile_kernels(
         )
         with progress(len(todo)) as advance:
             done = build.build_all(todo, out, jobs or build.default_workers(), advance)
-        elapsed_s = time.perf_counter() - started
+    _show_kernels(done, time.perf_counter() - started, out)
+
+
+def _show_kernels(done: Sequence[Built], elapsed_s: float, out: Path) -> None:
     screen = console()
     screen.print(_kernel_table(done))
     total = sum(built.nbytes for built in done)

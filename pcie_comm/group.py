@@ -29,7 +29,7 @@ from .errors import (
     InvalidArgumentError,
 )
 from .host_engine import HostEngine
-from .kernels.plan_checks import blaming
+from .kernels.plan_checks import blaming, check_rows
 from .kernels.registry import Collective, PlanInfo, check_collective, find, for_count
 from .kernels.router_spec import RouterSpec
 from .kernels.store import KernelStore
@@ -310,23 +310,12 @@ class PcieDcpGroup(Collectives):
         if tensors is not None:
             collective = for_count(collective, tensors)
         if rows is not None:
-            self._check_rows(rows, collective)
+            check_rows(rows, collective, self.config.max_rows)
         with blaming(collective, "failed to judge a world size", self.rank):
             collective.check_world_size(self.world_size)
         for channel in self._channels.values():
             info = channel.info
             channel.engine.prepare(collective, protocols_of(info.protocol, info.limits))
-
-    def _check_rows(self, rows: object, collective: Collective) -> None:
-        limit, op = self.config.max_rows, collective.name
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-            raise InvalidArgumentError(f"rows={rows!r} is no number of rows; give 0 or more", op=op)
-        if rows > limit and not collective.row_inputs:
-            raise InvalidArgumentError(
-                f"rows={rows!r} is outside 0 to max_rows={limit}, and calls of {op} are never cut; "
-                "raise Config.max_rows on every rank",
-                op=op,
-            )
 
     def check(self) -> None:
         """Raise what broke the group, if anything did. Does not synchronise the device.

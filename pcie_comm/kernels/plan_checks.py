@@ -137,6 +137,23 @@ def _check_form(plan: object, collective: Collective) -> None:
         raise ValueError(f"scalars={plan.scalars} do not fit 64 bits")
 
 
+def check_rows(rows: object, collective: Collective, max_rows: int) -> None:
+    """Check a number of rows of calls to come.
+
+    Raises:
+        InvalidArgumentError: It is none, or too many for a plugin whose calls cannot be cut.
+    """
+    op = collective.name
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise InvalidArgumentError(f"rows={rows!r} is no number of rows; give 0 or more", op=op)
+    if rows > max_rows and not collective.row_inputs:
+        raise InvalidArgumentError(
+            f"rows={rows!r} is outside 0 to max_rows={max_rows}, and calls of {op} are never cut; "
+            "raise Config.max_rows on every rank",
+            op=op,
+        )
+
+
 def check_plan(collective: Collective, plan: Plan, info: PlanInfo, staged_nbytes: int) -> None:
     """Check what a plugin planned against what its channel has.
 
