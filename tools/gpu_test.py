@@ -52,6 +52,9 @@ class Part:
         return " ".join(self.paths) + (f" -k {self.chosen!r}" if self.chosen else "")
 
 
+TIMED = "times or latencies"
+"""Tests that only time, of files whose other tests mostly wait for their host."""
+
 FIRST = Part(("tests/gpu/test_calls.py", "tests/gpu/test_host_cost.py"))
 ALONE = (
     Part(
@@ -62,6 +65,7 @@ ALONE = (
             "tests/gpu/test_full_device.py",
         )
     ),
+    Part(("tests/gpu/test_model_routers.py", "tests/gpu/test_all_collectives.py"), TIMED),
     Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
     Part(("tests/gpu/test_processes.py",)),
@@ -74,16 +78,23 @@ TOGETHER = (
     Part(("tests/gpu/test_exact.py",), "not eager"),
     Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
     Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
-    Part(("tests/gpu/test_all_collectives.py", "tests/gpu/test_example_plugin.py")),
+    Part(("tests/gpu/test_all_collectives.py",), f"not ({TIMED})"),
     Part(
         (
             "tests/gpu/test_model_routers.py",
             "tests/gpu/test_torch_arrays.py",
             "tests/gpu/test_torch_dist.py",
-        )
+        ),
+        f"not ({TIMED})",
     ),
     Part(("tests/gpu/test_decode_example.py",)),
-    Part(("tests/gpu/test_large_payloads.py", "tests/gpu/test_uneven_shards.py")),
+    Part(
+        (
+            "tests/gpu/test_large_payloads.py",
+            "tests/gpu/test_uneven_shards.py",
+            "tests/gpu/test_example_plugin.py",
+        )
+    ),
 )
 """What mostly waits for its host: all at once, and the device takes turns. `check_parts` sees to it
 that no file is left out."""
