@@ -244,6 +244,7 @@ def test_every_public_call_is_in_the_table():
         "describe",
         "close",
         "from_bootstrap",
+        "stats",
     }
     public = {name for name in dir(PcieDcpGroup) if not name.startswith("_")}
     assert public == covered

@@ -20,6 +20,7 @@ from pcie_comm import (
     PeerAbortedError,
     PeerTimeoutError,
     UnsupportedError,
+    kimi_topk16,
     local_world,
 )
 from pcie_comm.bootstrap import ThreadBootstrap
@@ -237,25 +238,24 @@ def test_b28_impossible_world_sizes_are_refused_at_construction(world_size):
         local_world(world_size, "cpu")
 
 
-@pytest.mark.parametrize("world_size", [3, 5, 6, 9, 12])
-def test_b28_kimi_says_why_it_does_not_serve_a_world(world_size):
-    """On every rank, in `prepare` and in the call; the gathers work, before and after."""
-    down = torch.zeros(1, 3584 // world_size, dtype=torch.bfloat16)
-    router, bias = torch.zeros(1, 896 // world_size), torch.zeros(896)
-    reason = f"896 mod {world_size} = {896 % world_size}.*use 1, 2, 4, 7, 8, 14 or 16 ranks"
+@pytest.mark.parametrize("world_size", [1, 3, 5, 6, 9, 12])
+def test_b28_kimi_serves_every_world_and_a_wrong_share_is_named(world_size):
+    """Shards are those of torch.tensor_split; what is not is refused, and the group works on."""
+    down, bias = torch.randn(1, 3584).bfloat16(), torch.randn(896)
+    logits = torch.randn(1, 896)
+    downs, routers = (whole.tensor_split(world_size, 1) for whole in (down, logits))
+    wanted = (down, *kimi_topk16(logits, bias))
 
     def on_rank(group):
-        group.all_gather_heads(torch.zeros(1, 1, 4).half())
-        with pytest.raises(UnsupportedError, match=reason) as caught:
-            group.prepare("all_gather_pair_kimi_topk", rows=1)
-        assert caught.value.reason == f"896 experts do not divide by {world_size}"
-        with pytest.raises(UnsupportedError, match=reason):
-            group.all_gather_pair_kimi_topk(down, router, bias)
+        group.prepare("all_gather_pair_kimi_topk", rows=1)
+        with pytest.raises(InvalidArgumentError, match="router"):
+            group.all_gather_pair_kimi_topk(downs[group.rank], torch.zeros(1, 7), bias)
+        got = group.all_gather_pair_kimi_topk(downs[group.rank], routers[group.rank], bias)
         first, _ = group.all_gather_pair(*pair_of(float(group.rank)))
-        return first[0, ::4].tolist()
+        return all(map(torch.equal, got, wanted)), first[0, ::4].tolist()
 
     with local_world(world_size, "cpu", config=small()) as world:
-        assert world.run(on_rank) == [list(map(float, range(world_size)))] * world_size
+        assert world.run(on_rank) == [(True, list(map(float, range(world_size))))] * world_size
 
 
 # --- B29: order of the set-up --------------------------------------------------------------------
