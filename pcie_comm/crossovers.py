@@ -44,7 +44,7 @@ class Limits:
             measured by a benchmark of protocols; see policy.pace.
     """
 
-    tagged_nbytes: int = 96 << 10
+    tagged_nbytes: int = 65_536
     push_nbytes: int | None = None
     patience_nbytes: int | None = None
     wave_nbytes: int | None = None

@@ -116,7 +116,7 @@ def test_ranks_that_share_a_link_to_pinned_memory_share_its_limits(sharers):
 def test_ranks_compare_numbers_and_not_where_they_are_from():
     here, there = Crossovers(source="/a"), Crossovers(source="/b")
     pinned = [163_840, None, 65_536, 262_144]
-    vram = [98_304, None, None, None]
+    vram = [65_536, None, None, None]
     assert here.contract() == there.contract() == {"vram": vram, "pinned": pinned}
     assert json.loads(json.dumps(here.contract())) == here.contract()
     assert Crossovers().source == BUILT_IN
