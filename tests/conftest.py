@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-with contextlib.suppress(ImportError), warnings.catch_warnings():
-    # It replaces distutils, which torch's inductor imports: first come, or both warn.
-    warnings.simplefilter("ignore")
-    import setuptools  # noqa: F401
 
 settings.register_profile("busy machine", deadline=None)  # pytest-timeout bounds a test
 settings.load_profile("busy machine")
