@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-
 settings.register_profile("busy machine", deadline=None)  # pytest-timeout bounds a test
 settings.load_profile("busy machine")
 
