@@ -20,7 +20,7 @@ from fault_rank import Report, Round  # noqa: E402
 CLEAN = {"mappings": 0, "kept": 0, "watches": 0, "threads": 0, "descriptors": 9}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_twenty_random_faults(seed, tmp_path):
     """The long run, and the times it took, are in docs/failure.md."""
     out = tmp_path / "faults.json"
