@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .errors import InvalidArgumentError
-from .kernels.registry import Collective, find
+from .kernels.registry import Collective, check_collective, find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 
 
@@ -124,8 +124,32 @@ class Calls:
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
 
     def run(self, collective: Collective | str, *tensors: torch.Tensor, out: Any = None) -> Any:
-        """Run a plugin; see channel.Collectives."""
-        raise NotImplementedError
+        """Run a plugin, registered or not, or a registered one by its name.
+
+        Collective, on the current stream, capturable after `prepare`. Rows 0 on every rank is
+        legal.
+
+        Args:
+            collective: The plugin, or the name of a registered one.
+            tensors: Its inputs, on the group's device.
+            out: A tensor, or a sequence of them, to write to; allocated if None.
+
+        Returns:
+            One tensor, or a tuple of them, as the plugin declares.
+
+        Raises:
+            InvalidArgumentError: The plugin, or a check of `out`, refuses, or there is none of that
+                name; nothing was enqueued.
+            UnsupportedError: The plugin fails, or asks for what its channel does not have.
+            BrokenError: The channel failed earlier; the first failure is its cause.
+            ClosedError: The channel is closed.
+        """
+        if isinstance(collective, str):
+            collective = find(collective).for_inputs(len(tensors))
+        if is_dynamo_compiling():
+            return tracing.call_plugin(self, collective, tensors, out)
+        check_collective(collective)
+        return self._issue(collective, tensors, out)
 
     def all_gather_pair(
         self,

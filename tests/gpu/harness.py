@@ -224,6 +224,21 @@ def settle(world: LocalWorld) -> None:
         group.check()
 
 
+def replay_twice(world: LocalWorld, call, outputs) -> None:
+    """Capture every rank's call, then replay all of them, twice."""
+    graphs = []
+    for group, stream in zip(world.groups, world.streams, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call(group, outputs[group.rank])
+        graphs.append(graph)
+    for one in (one for each in outputs for one in each):
+        one.view(torch.uint8).fill_(POISON)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        world.run(lambda group: graphs[group.rank].replay())
+
+
 class Replayed:
     """One graph per rank with one op per batch; one copy in and one out per replay.
 

@@ -42,21 +42,6 @@ def as_tuple(results) -> tuple[torch.Tensor, ...]:
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
-def replayed(world, call, outputs) -> None:
-    """Capture every rank's call, then replay all of them, twice."""
-    graphs = []
-    for group, stream in zip(world.groups, world.streams, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            call(group, outputs[group.rank])
-        graphs.append(graph)
-    for one in (one for each in outputs for one in each):
-        one.view(torch.uint8).fill_(harness.POISON)
-    torch.cuda.synchronize()
-    for _ in range(2):
-        world.run(lambda group: graphs[group.rank].replay())
-
-
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_collective_is_right(protocol, memory, figures):
@@ -70,7 +55,7 @@ def test_every_collective_is_right(protocol, memory, figures):
             got = world.run(lambda g, c=case, i=inputs: as_tuple(g.run(c.plugin, *i[g.rank])))
             assert wrong(case, inputs, got) == []
             outputs = [tuple(torch.empty_like(one) for one in each) for each in got]
-            replayed(
+            harness.replay_twice(
                 world, lambda g, o, c=case, i=inputs: g.run(c.plugin, *i[g.rank], out=o), outputs
             )
             assert wrong(case, inputs, outputs) == []
@@ -96,7 +81,7 @@ def test_kimi_is_stand_alone_with_many_rows(size):
 
         results = world.run(call)
         assert all(all(map(torch.equal, one, (down, weights, ids))) for one in results)
-        replayed(world, call, results)
+        harness.replay_twice(world, call, results)
         assert all(all(map(torch.equal, one, (down, weights, ids))) for one in results)
 
 

@@ -21,20 +21,6 @@ def open_world(size: int, memory: str, protocol: str, **settings):
     return local_world(size, harness.DEVICE, MEMORIES[memory], config)
 
 
-def replayed(world, call, outputs) -> None:
-    graphs = []
-    for group, stream in zip(world.groups, world.streams, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            call(group, outputs[group.rank])
-        graphs.append(graph)
-    for one in (one for each in outputs for one in each):
-        one.view(torch.uint8).fill_(harness.POISON)
-    torch.cuda.synchronize()
-    for _ in range(3):
-        world.run(lambda group: graphs[group.rank].replay())
-
-
 @pytest.mark.parametrize("size", [3, 12])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -58,7 +44,7 @@ def test_kimi_is_stand_alone_bit_for_bit(protocol, memory, size):
 
             results = world.run(call)
             assert all(all(map(torch.equal, one, wanted)) for one in results)
-            replayed(world, call, results)
+            harness.replay_twice(world, call, results)
             assert all(all(map(torch.equal, one, wanted)) for one in results)
 
 
