@@ -52,7 +52,7 @@ TURN_NS = 100_000
 """Longest that a block waits for its turn to stage, in nanoseconds."""
 
 POLLS_PER_CHECK = 1024
-"""Polls between two looks at clock, abort word and poison word. What bounds cost: docs/failure.md."""
+"""Polls between two looks at clock, abort word and poison word; costs: see docs/failure.md."""
 
 
 class DeviceObject:
