@@ -9,7 +9,10 @@ import pytest
 import torch
 from worlds import bytes_of, engine_of, pair_of, small
 
-from pcie_comm import PcieDcpGroup, host_engine, local_world
+from pcie_comm import KIMI_K3, InvalidArgumentError, PcieDcpGroup, host_engine, local_world
+from pcie_comm.calls import fused_collective
+from pcie_comm.kernels.registry import find
+from pcie_comm.kernels.router_presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -198,6 +201,34 @@ def test_description_is_plain_and_complete():
 def test_a_named_transport_is_taken_and_said():
     with local_world(2, "cpu", transport="host_shm", config=small()) as world:
         assert world.groups[0].describe()["transport_reason"] == "asked for"
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"),
+    [
+        *(("all_gather", count) for count in (0, 9, "3", True)),
+        ("all_gather_pair", 3),
+        ("barrier", 2),
+    ],
+)
+def test_prepare_takes_as_many_tensors_as_a_call_does(op, tensors):
+    with local_world(1, "cpu") as world:
+        group = world.groups[0]
+        for count in (1, 3, 8):
+            group.prepare("all_gather", tensors=count)
+        group.prepare("all_gather_pair", tensors=2)
+        with pytest.raises(InvalidArgumentError, match="tensor"):
+            group.prepare(op, tensors=tensors)
+
+
+def test_a_plugin_says_what_to_pass_to_prepare():
+    """A kernel that is missing in a capture names this call."""
+    three = find("all_gather").for_inputs(3)
+    assert three.prepared_by() == '"all_gather", tensors=3'
+    assert find("barrier").prepared_by() == '"barrier"'
+    assert fused_collective(KIMI_K3).prepared_by() == '"all_gather_pair_kimi_topk"'
+    spec = PRESETS["gpt-oss-20b"]
+    assert fused_collective(spec).prepared_by() == str(spec)
 
 
 def test_prepare_needs_no_gpu():

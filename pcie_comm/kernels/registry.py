@@ -350,11 +350,15 @@ def for_count(collective: Collective, count: object) -> Collective:
         InvalidArgumentError: No number, or the collective takes another.
     """
     if isinstance(count, bool) or not isinstance(count, int):
-        raise InvalidArgumentError(f"tensors={count!r} is no number", op=collective.name)
+        raise InvalidArgumentError(
+            f"tensors={count!r} is no number; give how many tensors a call takes",
+            op=collective.name,
+        )
     found = collective.for_inputs(count)
     if found.num_inputs != count:
         raise InvalidArgumentError(
-            f"tensors={count}, but {collective.name} takes {found.num_inputs}", op=collective.name
+            f"tensors={count}, but {collective.name} takes {found.num_inputs}; leave tensors out",
+            op=collective.name,
         )
     return found
 
