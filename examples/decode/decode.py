@@ -43,25 +43,46 @@ class Stepper:
 
     def __init__(self, decoder: Decoder, gather: Gather, buckets: Sequence[int]) -> None:
         self._decoder, self._gather = decoder, gather
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        for rows in buckets:
-            self._inputs[rows] = torch.zeros(3, rows, dtype=torch.int64, device=decoder.device)
+        self._on_gpu = decoder.device.type == "cuda"
+        self._buffers = {rows: self._make_buffers(rows) for rows in buckets}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def _make_buffers(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Return what a step copies in, where to, and where it copies its answers.
+
+        On the host's side in pinned memory. A copy from or to memory that is not pinned keeps all
+        other threads of the process from launching until it is done, also the ranks that it is
+        waiting for.
+        """
+        asked = torch.zeros(3, rows, dtype=torch.int64, pin_memory=self._on_gpu)
+        answers = torch.zeros(rows, dtype=torch.int64, pin_memory=self._on_gpu)
+        return asked, torch.zeros_like(asked, device=self._decoder.device), answers
+
+    def _step(self, rows: int, gather: Gather) -> None:
+        """Do what the graph of a bucket holds."""
+        asked, inputs, answers = self._buffers[rows]
+        inputs.copy_(asked, non_blocking=True)
+        answers.copy_(self._decoder.step(*inputs, gather), non_blocking=True)
 
     def warm_up(self, gather: Gather | None = None) -> None:
         """Run all buckets once, with another collective if one is given."""
-        for inputs in self._inputs.values():
-            self._decoder.step(*inputs, gather or self._gather)
+        for rows in self._buffers:
+            self._step(rows, gather or self._gather)
 
     def capture(self) -> None:
-        """Capture all buckets. No rank of this process may be waiting for another."""
-        if self._decoder.device.type == "cuda":
-            torch.cuda.current_blas_handle()  # of this thread; a capture must not create it
-        for rows, inputs in self._inputs.items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = self._decoder.step(*inputs, self._gather)
-            self._graphs[rows] = (graph, result)
+        """Capture all buckets on the current stream. No rank of this process may be waiting.
+
+        The stream is this rank's own: torch keeps the workspace of matrix products by the stream
+        that they were captured on, and replays of two ranks at once must not share one.
+        """
+        if not self._on_gpu:
+            return
+        torch.cuda.current_blas_handle()  # of this thread; a capture must not create it
+        for rows in self._buffers:
+            graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+                self._step(rows, self._gather)
+            self._graphs[rows] = graph
 
     def __call__(self, rows: Sequence[tuple[int, int, int]]) -> list[int]:
         """Run one step.
@@ -72,16 +93,17 @@ class Stepper:
         Returns:
             The next token of each.
         """
-        bucket = min(size for size in self._inputs if size >= len(rows))
+        bucket = min(size for size in self._buffers if size >= len(rows))
         padding = (0, 0, self._decoder.shape.length - 1)  # a place that no row looks at
-        padded = [*rows, *[padding] * (bucket - len(rows))]
-        self._inputs[bucket].copy_(torch.tensor(padded).T)
+        asked, _, answers = self._buffers[bucket]
+        asked.copy_(torch.tensor([*rows, *[padding] * (bucket - len(rows))]).T)
         if bucket in self._graphs:
-            graph, result = self._graphs[bucket]
-            graph.replay()
+            self._graphs[bucket].replay()
         else:
-            result = self._decoder.step(*self._inputs[bucket], self._gather)
-        return [int(token) for token in result[: len(rows)].tolist()]
+            self._step(bucket, self._gather)
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return [int(token) for token in answers[: len(rows)].tolist()]
 
 
 class Engine:
