@@ -21,7 +21,7 @@ from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError, UnsupportedError
 from .kernels.launch import LoadedKernel
-from .kernels.pieces import Piece, any_rows, plan_call
+from .kernels.pieces import Piece, any_rows, owner_of, plan_call
 from .kernels.plan_checks import check_plan, make_plan
 from .kernels.registry import Collective, Plan, PlanInfo
 from .kernels.router_spec import KIMI_K3, RouterSpec
@@ -269,7 +269,7 @@ class Channel(Collectives):
         if call.pieces:
 
             def bind(plan: Plan) -> BoundLaunch:
-                kernel = engine.kernel_for(call.collective, plan)
+                kernel = engine.kernel_for(owner_of(call.collective, plan), plan)
                 return engine.bind(kernel, plan, [0] * len(addresses))
 
             return replace(call, launch=PieceLaunches(call.pieces, bind, addresses))

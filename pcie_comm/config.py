@@ -111,7 +111,7 @@ class Config:
         protocol: `auto`, `pull`, `push` or `tagged`; `auto`, PCIE_COMM_PROTOCOL.
         overlap: Let a captured launch be dispatched while its predecessor ends, from sm_90 on;
             False, PCIE_COMM_OVERLAP=1 for True.
-        max_blocks: Most thread blocks of a launch, 2 to 32, or None for what the devices can always
+        max_blocks: Most thread blocks of a launch, 2 to 64, or None for what the devices can always
             keep resident (policy.resident_budget); PCIE_COMM_MAX_BLOCKS. On a device that ranks
             share, a larger number is faster with many rows, and may leave what a rank runs between
             collectives no room while others wait for that rank: they time out.

@@ -315,7 +315,8 @@ class PcieDcpGroup(Collectives):
             collective.check_world_size(self.world_size)
         for channel in self._channels.values():
             info = channel.info
-            channel.engine.prepare(collective, protocols_of(info.protocol, info.limits))
+            for one in (collective, *map(find, collective.made_of)):
+                channel.engine.prepare(one, protocols_of(info.protocol, info.limits))
 
     def check(self) -> None:
         """Raise what broke the group, if anything did. Does not synchronise the device.

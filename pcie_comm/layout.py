@@ -17,7 +17,7 @@ from dataclasses import dataclass
 MAX_WORLD = 16
 """Largest world size: sixteen ranks share one 128-byte line of flags per block."""
 
-MAX_BLOCKS = 32
+MAX_BLOCKS = 64
 """Largest grid of one launch: each block owns one flag per peer and one epoch word."""
 
 TIMER_SHIFT = 10

@@ -29,7 +29,7 @@ class PieceLaunches:
         for piece in pieces:
             if id(piece.plan) not in bound:
                 bound[id(piece.plan)] = bind(piece.plan)
-        self._launches = [(bound[id(piece.plan)], piece.offsets) for piece in pieces]
+        self._launches = [(bound[id(piece.plan)], piece) for piece in pieces]
         self._addresses = tuple(addresses)
         self._enqueuing = threading.Lock()
 
@@ -46,6 +46,6 @@ class PieceLaunches:
         """Enqueue every launch on torch's current stream. Threads take turns."""
         with self._enqueuing:
             addresses = self._addresses
-            for launch, offsets in self._launches:
-                launch.arguments.point_to([a + b for a, b in zip(addresses, offsets, strict=True)])
+            for launch, piece in self._launches:
+                launch.arguments.point_to(piece.addresses(addresses))
                 launch.enqueue()

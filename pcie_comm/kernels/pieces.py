@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..tensors import torch_dtype
 from .columns import row_nbytes, stride_nbytes
 from .plan_checks import check_plan, make_plan
-from .registry import Collective, OutputSpec, Plan, PlanInfo, TensorMeta
+from .registry import Collective, OutputSpec, Plan, PlanInfo, TensorMeta, find
 
 MOST_ROWS = 1 << 31
 """More than any call has: the rows of a collective that can be cut are limited by nothing."""
@@ -28,12 +28,25 @@ class Piece:
 
     Attributes:
         plan: Of the launch.
-        offsets: Per input, then per output, where the launch begins, in bytes from the tensor's
-            address.
+        offsets: Per input, then per output of the launch, where it begins, in bytes from the
+            address of a tensor of the call.
+        tensors: Which of the call's inputs and outputs those are; empty: all, in order.
     """
 
     plan: Plan
     offsets: tuple[int, ...]
+    tensors: tuple[int, ...] = ()
+
+    def addresses(self, of_call: Sequence[int]) -> list[int]:
+        """Return the launch's addresses, given those of the call."""
+        bases = [of_call[index] for index in self.tensors] if self.tensors else of_call
+        return [base + offset for base, offset in zip(bases, self.offsets, strict=True)]
+
+
+def owner_of(collective: Collective, plan: Plan) -> Collective:
+    """Return the plugin whose kernel a launch of a call of `collective` runs."""
+    op = plan.kernel.op
+    return collective if op == collective.name else find(op)
 
 
 def any_rows(collective: Collective, info: PlanInfo) -> PlanInfo:
@@ -60,10 +73,12 @@ def plan_call(
         return plan, ()
     if not collective.row_inputs:
         check_plan(collective, plan, info, plan.staged_nbytes)  # raises
-    pieces = tuple(_pieces(collective, info, tensors, plan))
+    pieces = collective.plan_pieces(info, *tensors)
+    if pieces is None:
+        pieces = tuple(_pieces(collective, info, tensors, plan))
     whole = ("of", plan.staged_nbytes, *plan.facts)
     named = {id(one.plan): _named(one.plan, whole) for one in pieces}
-    return plan, tuple(Piece(named[id(one.plan)], one.offsets) for one in pieces)
+    return plan, tuple(replace(one, plan=named[id(one.plan)]) for one in pieces)
 
 
 def _named(plan: Plan, whole: tuple[object, ...]) -> Plan:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..errors import CommError, InvalidArgumentError, UnsupportedError
-from ..layout import LINE_NBYTES, MAX_BLOCKS, align_up
+from ..layout import LINE_NBYTES, align_up
 from ..tensors import torch_dtype
 from .registry import Collective, KernelKey, Plan, PlanInfo, TensorMeta, title
 
@@ -172,7 +172,7 @@ def check_plan(collective: Collective, plan: Plan, info: PlanInfo, staged_nbytes
             rank=info.rank,
             op=plan.op,
         )
-    smallest = max(MAX_BLOCKS, align_up(info.world_size, 32))
+    smallest = align_up(info.world_size, 32)
     fits = 1 <= plan.grid <= info.max_blocks
     if not fits or not smallest <= collective.block <= MAX_THREADS:
         raise UnsupportedError(

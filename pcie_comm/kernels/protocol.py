@@ -319,9 +319,11 @@ class Lane(DeviceObject):
         if self.thread == Int32(0):
             prim.store_u32(self._epoch_address(self.block), self.epoch)
         if self.block == Int32(0):  # also for the blocks that this launch does not have
-            if self.thread >= self.grid and self.thread < Int32(MAX_BLOCKS):
-                words = (self.epoch, self.epoch)
-                prim.store_v2(self._epoch_address(self.thread), words, Uint32(1))
+            for first in cutlass.range_constexpr(0, MAX_BLOCKS, self.threads):
+                missing = self.thread + Int32(first)
+                if missing >= self.grid and missing < Int32(MAX_BLOCKS):
+                    words = (self.epoch, self.epoch)
+                    prim.store_v2(self._epoch_address(missing), words, Uint32(1))
         return all_ok
 
     @cute.jit

@@ -24,6 +24,8 @@ from ..errors import CommWarning, InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from .pieces import Piece
+
 ENTRY_POINT_GROUP = "pcie_comm.collectives"
 
 BUILT_IN_MODULES = (
@@ -162,6 +164,7 @@ class Collective(ABC):
         row_inputs: Inputs whose first dimension counts rows, if a call is the same as calls on
             ranges of its rows, one after another, and all outputs have these rows first. Then a
             call may have any number of rows: what does not fit a slot is cut. Empty: never cut.
+        made_of: Names of collectives whose kernels `plan_pieces` launches beside its own.
         registered: The registry holds this very instance. Set by the registry.
     """
 
@@ -172,6 +175,7 @@ class Collective(ABC):
     communicates: bool = True
     tolerance: float = 0.0
     row_inputs: Sequence[int] = ()
+    made_of: Sequence[str] = ()
     registered: bool = False
 
     @abstractmethod
@@ -251,6 +255,10 @@ class Collective(ABC):
         Returns:
             The plan of the launch, and per input and output where it begins, in bytes.
         """
+        return None
+
+    def plan_pieces(self, info: PlanInfo, *tensors: TensorMeta) -> Sequence[Piece] | None:
+        """Plan a call that does not fit a slot, in ways of its own; None: it is cut."""
         return None
 
     def for_inputs(self, count: int) -> Collective:

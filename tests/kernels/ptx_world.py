@@ -13,7 +13,7 @@ from ptx_machine import Launch, Machine, Program
 
 from pcie_comm.crossovers import VRAM
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.pieces import Piece, plan_call
+from pcie_comm.kernels.pieces import Piece, owner_of, plan_call
 from pcie_comm.kernels.registry import Collective, KernelKey, Plan, PlanInfo
 from pcie_comm.layout import MAX_WORLD, ControlLayout, CountLayout, SlabLayout, StatusLayout
 from pcie_comm.stats import WORDS, ChannelStats, Records, channel_stats
@@ -141,9 +141,9 @@ class World:
             ]
             starts = [*sources, *targets]
             for step, piece in enumerate(pieces or [Piece(plan, (0,) * len(starts))]):
-                places = [a + b for a, b in zip(starts, piece.offsets, strict=True)]
+                places, owner = piece.addresses(starts), owner_of(plugin, piece.plan)
                 steps += [[]] * (step + 1 - len(steps))
-                steps[step] = [*steps[step], *self._launch(plugin, rank, piece.plan, places)]
+                steps[step] = [*steps[step], *self._launch(owner, rank, piece.plan, places)]
             results.append((outputs, targets))
         self.launched = len(steps)
         for launches in steps:

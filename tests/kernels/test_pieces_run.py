@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("cutlass", reason="compiles kernels")
@@ -12,7 +14,6 @@ from ptx_world import World
 from router_rows import SPECS, hard_rows
 
 from pcie_comm.calls import router_collective
-from pcie_comm.kernels.pieces import Piece
 from pcie_comm.kernels.registry import find
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,6 +67,25 @@ def test_rows_wider_than_a_slot_are_right(case, protocol):
         assert wrong(case, inputs, got) == []
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(("world", "rows", "slot_nbytes"), [(3, 14, 1536), (4, 2, 2048)])
+def test_sums_in_two_shots_are_those_of_one_launch(protocol, world, rows, slot_nbytes):
+    """By rows, with some left over; by columns, with some left over. Strided on one rank."""
+    case = reduce("all_reduce", torch.bfloat16, 24 if rows > world else 700)
+    inputs = case.make(world, rows, torch.Generator().manual_seed(14))
+    width = inputs[1][0].shape[1]
+    wide = torch.zeros(rows, width + 4, dtype=torch.bfloat16)
+    wide[:, :width] = inputs[1][0]
+    inputs[1] = (wide[:, :width],)
+    cut = World(world, protocol, blocks=2, slot_nbytes=slot_nbytes, order=1, hosted=True)
+    got = cut.call(case.plugin, inputs)
+    assert cut.launched > 2
+    assert wrong(case, inputs, got) == []
+    whole = World(world, protocol, blocks=2, slot_nbytes=1 << 17).call(case.plugin, inputs)
+    for one, other in zip(got, whole, strict=True):
+        assert all(map(torch.equal, map(_raw, one), map(_raw, other)))
+
+
 def test_heads_wider_than_a_slot_are_merged_in_parts():
     case = lse(torch.bfloat16, 300)
     inputs = case.make(2, 2, torch.Generator().manual_seed(11))
@@ -104,7 +124,7 @@ def test_control_pieces_that_do_not_move_on_are_noticed(monkeypatch):
 
     def stuck(plugin, info, metas):
         plan, pieces = plan_call(plugin, info, metas)
-        return plan, tuple(Piece(one.plan, pieces[0].offsets) for one in pieces)
+        return plan, tuple(replace(one, offsets=pieces[0].offsets) for one in pieces)
 
     plan_call = ptx_world.plan_call
     monkeypatch.setattr(ptx_world, "plan_call", stuck)
