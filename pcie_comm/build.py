@@ -153,7 +153,7 @@ def jobs(
 
     Args:
         archs: Architectures.
-        ops: Names of collectives.
+        ops: Names of collectives; what they are made of is added.
         floors: Also the kernels that only the benchmark runs.
         probes: Also those that only the topology tool runs.
         routers: Also those of these routers, fused and stand-alone.
@@ -163,7 +163,8 @@ def jobs(
     Raises:
         InvalidArgumentError: An op is unknown.
     """
-    chosen = [_plugin(op) for op in dict.fromkeys(ops)] or list(collectives().values())
+    wanted_ops = [one for op in ops for one in (op, *_plugin(op).made_of)]
+    chosen = [_plugin(op) for op in dict.fromkeys(wanted_ops)] or list(collectives().values())
     counting = [one for one in chosen if stats and one.communicates]
     for wanted, others in ((floors, FLOORS), (probes, PROBES)):
         chosen += [one for name, one in others.items() if wanted and name not in ops]

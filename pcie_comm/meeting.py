@@ -26,7 +26,7 @@ from .topology.collect import collect
 from .transport import load
 from .transport.torch_dist import backends_for, choose_backend
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of slab layout and flag format; ranks with different ones refuse each other."""
 
 

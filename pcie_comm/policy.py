@@ -27,6 +27,17 @@ ROUTER_BLOCK_TASKS = 2
 """Groups that one router block ranks before a second one pays; it has warps for four at a time."""
 
 
+TWO_SHOT_NBYTES = 1 << 20
+"""Bytes that a sum in two shots must spare each rank; less did not pay for a launch on an H200."""
+
+
+def shots_of_sum(nbytes: int, world_size: int, segment_nbytes: int) -> int:
+    """Return in how many shots a sum of tensors of `nbytes` is made: 1 or 2; see two_shots.py."""
+    spared = nbytes * (world_size - 1) * (world_size - 2) // world_size
+    fits = nbytes <= segment_nbytes
+    return 1 if world_size <= 2 or (fits and spared < TWO_SHOT_NBYTES) else 2
+
+
 def protocols_of(requested: str, limits: Limits) -> tuple[str, ...]:
     """Return the protocols that calls of a group may use; see choose_protocol."""
     if requested == "auto" and limits.push_nbytes is not None:

@@ -400,6 +400,11 @@ def test_jobs_are_every_variant_once_per_arch():
         build.jobs(["sm_80"], ["nothing"])
 
 
+def test_jobs_of_a_sum_are_also_those_of_what_large_ones_are_made_of():
+    found = {job.key.op for job in build.jobs(["sm_80"], ["all_reduce"])}
+    assert found == {"all_reduce", "reduce_scatter", "all_gather"}
+
+
 def test_jobs_of_gathers_of_several_tensors_are_there_if_asked_for():
     one, three = (build.jobs(["sm_80"], ["all_gather"], tensors=count) for count in (1, 3))
     assert len(three) == 3 * len(one)

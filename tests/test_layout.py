@@ -110,13 +110,13 @@ def test_exact_offsets():
     layout = SlabLayout(4 << 20, 8)
     assert layout.flag_offset(0, 0, 0) == 128
     assert layout.flag_offset(0, 0, 15) == 248
-    assert layout.flag_offset(0, 31, 0) == 128 + 31 * 128
-    assert layout.flag_offset(1, 0, 0) == 128 + 4096
-    assert layout.slot_offset(0) == 8320
+    assert layout.flag_offset(0, 63, 0) == 128 + 63 * 128
+    assert layout.flag_offset(1, 0, 0) == 128 + 8192
+    assert layout.slot_offset(0) == 16512
     assert layout.segment_nbytes == 512 << 10
-    assert layout.segment_offset(1, 3) == 8320 + (4 << 20) + 3 * (512 << 10)
-    assert layout.tagged_slot_offset(1) == 8320 + (12 << 20)
-    assert layout.nbytes == 8320 + (16 << 20)
+    assert layout.segment_offset(1, 3) == 16512 + (4 << 20) + 3 * (512 << 10)
+    assert layout.tagged_slot_offset(1) == 16512 + (12 << 20)
+    assert layout.nbytes == 16512 + (16 << 20)
     assert SlabLayout(4096, 16).segment_nbytes == 256
     assert SlabLayout(4096, 3).segment_nbytes == 1280
 

@@ -322,9 +322,11 @@ def test_a_resident_grid_leaves_every_rank_its_share(data):
 @pytest.mark.parametrize(
     ("units", "sharers", "overlap", "budget"),
     [
-        ([132], [1], False, 32),
-        ([132], [1], True, 32),
-        ([132] * 2, [2] * 2, False, 32),
+        ([132], [1], False, 64),
+        ([132], [1], True, 64),
+        ([132] * 2, [2] * 2, False, 64),
+        ([132] * 2, [2] * 2, True, 32),
+        ([132] * 3, [3] * 3, False, 42),
         ([132] * 8, [8] * 8, False, 16),
         ([132] * 8, [8] * 8, True, 8),
         ([132] * 16, [16] * 16, False, 8),
@@ -442,3 +444,24 @@ def test_calls_that_do_not_match_have_other_signatures(other):
     assert pair.plan(info, *PAIR).signature != pair.plan(info, *other).signature
     pull = dataclasses.replace(info, protocol="pull")
     assert pair.plan(info, *PAIR).signature != pair.plan(pull, *PAIR).signature
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "world", "segment", "shots"),
+    [
+        (1 << 30, 1, 1 << 20, 1),
+        (1 << 30, 2, 1 << 20, 1),
+        ((1 << 20) + 4, 3, 1 << 20, 2),
+        (1 << 20, 3, 1 << 20, 1),
+        (512 << 10, 4, 1 << 20, 1),
+        (700 << 10, 4, 1 << 20, 2),
+        (128 << 10, 8, 1 << 20, 1),
+        (256 << 10, 8, 1 << 20, 2),
+        (64 << 10, 16, 1 << 20, 1),
+        (256 << 10, 16, 1 << 20, 2),
+    ],
+)
+def test_sums_take_two_shots_where_that_spares_a_megabyte_or_one_does_not_fit(
+    nbytes, world, segment, shots
+):
+    assert policy.shots_of_sum(nbytes, world, segment) == shots

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..policy import shots_of_sum
 from .columns import BLOCK, row_nbytes, share_of_bytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
 from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
@@ -54,8 +55,8 @@ class _Reduction(Collective):
 class AllReduce(_Reduction):
     """[rows, ...] per rank -> the sum over ranks, on every rank, of the same shape and dtype.
 
-    Numbers are added in fp32, rank 0 first, and rounded once: equal bytes on all ranks. What does
-    not fit a slot is summed in two shots from three ranks on; with two that saves nothing.
+    Numbers are added in fp32, rank 0 first, and rounded once: equal bytes on all ranks. Much is
+    summed in two shots, of the same bytes; see policy.shots_of_sum.
     """
 
     name = "all_reduce"
@@ -82,7 +83,10 @@ class AllReduce(_Reduction):
         from .two_shots import two_shots
 
         (local,) = tensors
-        return list(two_shots(self, info, local)) if info.world_size > 2 else None
+        nbytes = local.shape[0] * row_nbytes(local)
+        if shots_of_sum(nbytes, info.world_size, info.segment_nbytes) == 1:
+            return None
+        return list(two_shots(self, info, local))
 
     def reference(self, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         from .reference_sums import sum_of_ranks

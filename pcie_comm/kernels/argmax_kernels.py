@@ -11,7 +11,7 @@ from . import dtypes
 from . import primitives as prim
 from . import scalars as num
 from .protocol import WARP, DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
-from .router_kernels import WORKERS, sync_workers
+from .router_kernels import WORKERS, clear_ids, sync_workers
 from .tagged import await_unit
 from .topk import image_of
 
@@ -83,7 +83,7 @@ class RowKeys(DeviceObject):
         if cute.arch.warp_idx() == Int32(0):
             for row in cutlass.range(self.first, self.last, unroll=1):
                 address = self.staging.source(peer) + num.wide(row) * KEY_NBYTES
-                self._write(row, prim.load_peer_u64(address), Uint32(1))
+                self._write(row, prim.load_peer_u64(address), Uint32(1), Uint32(1))
 
     @cute.jit
     def send(self) -> None:
@@ -124,15 +124,16 @@ class RowKeys(DeviceObject):
             if turn == Int32(0):
                 ok = lane.conclude(ok, late)
             good = there & ok & prim.warp_all(late.code == Uint32(0))
-            self._write(row, key, good & Uint32(lane.thread < Int32(WARP)))
+            writing = Uint32((lane.thread < Int32(WARP)) & (row < self.last))
+            self._write(row, key, good, writing)
         return late
 
     @cute.jit
-    def _write(self, row: Int32, key: Uint64, enabled: Uint32) -> None:
-        """Write the best of the lanes' keys. Participants: whole warps."""
+    def _write(self, row: Int32, key: Uint64, good: Uint32, enabled: Uint32) -> None:
+        """Write the best of the lanes' keys, or 0 if they are not `good`. By whole warps."""
         key = _largest_of_warp(key, SENDERS)
         if self.lane.lane == Int32(0) and enabled != Uint32(0):
-            token = ~Uint32(key)
+            token = num.select(good != Uint32(0), ~Uint32(key), Uint32(0))
             prim.store_u64(self.ids + num.wide(row) * 8, Uint64(token))
 
 
@@ -163,8 +164,11 @@ def argmax_kernel(dtype: str, *, protocol: str, pack: int, threads: int) -> Any:
         if lane.ok != Uint32(0) and lane.thread < Int32(WORKERS):
             rows.stage()
         ok = lane.exchange(lane.ok)
-        if ok != Uint32(0) and lane.thread < Int32(WORKERS):
-            rows.collect()
+        if ok != Uint32(0):
+            if lane.thread < Int32(WORKERS):
+                rows.collect()
+        else:
+            clear_ids(lane, rows.ids, rows.first, rows.last, 8)
 
     return argmax
 

@@ -26,7 +26,7 @@ from . import primitives as prim
 from . import scalars as num
 from .all_gather import ColumnGather, Columns
 from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
-from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, sync_workers
+from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, clear_ids, sync_workers
 from .router_spec import RouterSpec
 from .tagged import TaggedGather, await_unit
 from .topk import (
@@ -215,7 +215,7 @@ class RouterBlock(DeviceObject):
             else:
                 sync_workers()
             if cute.arch.warp_idx() == Int32(0):
-                if (ok & there) != Uint32(0):
+                if there != Uint32(0):
                     offset = num.wide(row) * (self.spec.top_k * 4)
                     lane = cute.arch.lane_idx()
                     emit(final.records, lane, rows.weights + offset, rows.ids + offset, self.spec)
@@ -286,6 +286,8 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
                 gather.collect()
             elif lane.thread < Int32(WORKERS):
                 router.collect(ok)
+        else:
+            clear_ids(lane, rows.ids, rows.first_row, rows.last_row, spec.top_k * 4)
 
     return gather_select
 

@@ -68,13 +68,12 @@ def plan_call(
     """
     info = any_rows(collective, info)
     plan = make_plan(collective, info, tensors)
-    if not plan.exchanged or plan.staged_nbytes <= info.segment_nbytes:
-        check_plan(collective, plan, info, plan.staged_nbytes)
-        return plan, ()
-    if not collective.row_inputs:
-        check_plan(collective, plan, info, plan.staged_nbytes)  # raises
     pieces = collective.plan_pieces(info, *tensors)
     if pieces is None:
+        fits = not plan.exchanged or plan.staged_nbytes <= info.segment_nbytes
+        if fits or not collective.row_inputs:
+            check_plan(collective, plan, info, plan.staged_nbytes)  # raises if it does not fit
+            return plan, ()
         pieces = tuple(_pieces(collective, info, tensors, plan))
     whole = ("of", plan.staged_nbytes, *plan.facts)
     named = {id(one.plan): _named(one.plan, whole) for one in pieces}

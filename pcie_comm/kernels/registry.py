@@ -258,7 +258,7 @@ class Collective(ABC):
         return None
 
     def plan_pieces(self, info: PlanInfo, *tensors: TensorMeta) -> Sequence[Piece] | None:
-        """Plan a call that does not fit a slot, in ways of its own; None: it is cut."""
+        """Plan a call of several launches; None: it is one, or is cut if it does not fit."""
         return None
 
     def for_inputs(self, count: int) -> Collective:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Uint32, Uint64, cute
+from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from . import scalars as num
-from .protocol import WARP, DeviceObject, LaneArgs
+from .protocol import WARP, DeviceObject, Lane, LaneArgs
 from .router_spec import RouterSpec
 from .topk import (
     IMAGES_NBYTES,
@@ -47,6 +47,18 @@ PAIR_NBYTES = LISTS * (KEYS_NBYTES + IMAGES_NBYTES) + LIST_NBYTES
 def sync_workers() -> None:
     """Barrier of the first WORKERS threads of a block."""
     cute.arch.barrier(barrier_id=Int32(BARRIER), number_of_threads=WORKERS)
+
+
+@cute.jit
+def clear_ids(lane: Lane, ids: Int64, first: Int32, last: Int32, nbytes: cutlass.Constexpr) -> None:
+    """Write 0 for the ids of rows of a call that gave up, `nbytes` a row; see emit.
+
+    Participants: any threads; those of a block with rows.
+    """
+    words = nbytes // 4
+    if lane.thread < Int32(WORKERS):
+        for word in cutlass.range(first * words + lane.thread, last * words, WORKERS, unroll=1):
+            prim.store_u32(ids + num.wide(word) * 4, Uint32(0))
 
 
 class Pair(DeviceObject):

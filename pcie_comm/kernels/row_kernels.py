@@ -25,7 +25,7 @@ from . import primitives as prim
 from . import scalars as num
 from .all_gather import ColumnGather, Columns
 from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
-from .router_kernels import WORKERS, sync_workers
+from .router_kernels import WORKERS, clear_ids, sync_workers
 from .router_rows import RowSelector
 from .router_spec import RouterSpec
 from .tagged import TaggedGather, await_unit
@@ -233,7 +233,8 @@ class GatheredRouter(DeviceObject):
         late = no_wait()
         for turn in cutlass.range(turns, unroll=1):
             row = rows.first_row + turn
-            there = ok & Uint32(row < rows.last_row)
+            wanted = Uint32(row < rows.last_row)
+            there = ok & wanted
             self.selector.clear()
             for begin in cutlass.range(0, total, WORKERS, unroll=1):
                 peer, unit, inside = self._place(begin + lane.thread)
@@ -248,7 +249,7 @@ class GatheredRouter(DeviceObject):
                 ok = lane.conclude(ok, late)
             else:
                 sync_workers()
-            self._select(row, ok & there)
+            self._select(row, wanted)
         return late
 
     def _select(self, row: Int32, enabled: Uint32) -> None:
@@ -293,6 +294,8 @@ def gathered_kernel(
                 gather.collect()
             elif lane.thread < Int32(WORKERS):
                 router.collect()
+        else:
+            clear_ids(lane, rows.ids, rows.first_row, rows.last_row, spec.top_k * 4)
 
     return gather_rows
 

@@ -269,7 +269,8 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
 
     Participants: a warp; lanes behind `top_k` repeat others. Requires: the records are visible to
     it. Every lane adds the scores up in the same order, so equal records give equal bits
-    everywhere: see sum_by_halves.
+    everywhere: see sum_by_halves. Ids are in range whatever the records are, as they may be after
+    a wait that gave up: what indexes with them next, in the same graph, must not fault.
     """
     top_k = spec.top_k
     words = []
@@ -296,7 +297,8 @@ def emit(records: Int32, lane: Int32, weights: Int64, ids: Int64, spec: cutlass.
         nothing_valid = (best & Uint32(VALID)) == Uint32(0)
         weight = num.select(nothing_valid, Float32(1.0 / top_k), weight)
     prim.store_u32(weights + num.wide(place) * 4, num.float_bits(weight))
-    prim.store_u32(ids + num.wide(place) * 4, tag & Uint32(0xFFFF))
+    expert = num.minimum(tag & Uint32(0xFFFF), Uint32(spec.num_experts - 1))
+    prim.store_u32(ids + num.wide(place) * 4, expert)
 
 
 def _weight(score: Float32, total: Float32, spec: RouterSpec) -> Float32:

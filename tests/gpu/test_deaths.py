@@ -234,6 +234,36 @@ def test_b08_a_rank_that_is_killed_while_its_own_kernel_waits(mps, tmp_path, fig
         run_ranks(pair_of_ranks, 2, timeout_s=40, env=mps)
 
 
+@pytest.mark.parametrize("protocol", ["push", "pull", "tagged"])
+def test_a_look_up_with_ids_of_a_call_that_gave_up_does_not_fault(protocol):
+    """In the launch that gives up and in the one after it; a fault would cost the context."""
+    config = Config(timeout_s=0.3, protocol=protocol)
+    with local_world(2, harness.DEVICE, config=config) as world:
+        group, stream = world.groups[0], world.streams[0]
+        down = torch.randn(64, 1792, device="cuda").bfloat16()
+        logits = torch.randn(64, 448, device="cuda")
+        bias, table = torch.randn(896, device="cuda"), torch.randn(896, device="cuda")
+        out = (
+            torch.empty(64, 3584, dtype=torch.bfloat16, device="cuda"),
+            torch.empty(64, 16, device="cuda"),
+            torch.empty(64, 16, dtype=torch.int32, device="cuda"),
+        )
+        group.prepare("all_gather_pair_kimi_topk")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            group.all_gather_pair_kimi_topk(down, logits, bias, out=out)
+            found = table[out[2].long()]
+        for _ in range(2):
+            out[2].fill_(1 << 30)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(found, table[out[2].long()])
+            with pytest.raises(PeerTimeoutError):
+                group.check()
+
+
 def test_torch_goes_on_after_a_timeout():
     """The context survives, with all that torch does in it; so does a next group."""
     config = Config(timeout_s=0.5, slot_nbytes=1 << 18)

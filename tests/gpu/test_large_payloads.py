@@ -21,6 +21,7 @@ CASES = (
     gather(3),
     reduce("all_reduce", torch.bfloat16, 24),
     reduce("all_reduce", torch.float32, 30_000),
+    reduce("all_reduce", torch.bfloat16, 2048),
     reduce("reduce_scatter", torch.float16, 24_000),
     lse(torch.bfloat16, 64),
     norm(torch.bfloat16, 512),

@@ -117,13 +117,14 @@ class World:
         self,
         plugin: Collective | Sequence[Collective],
         inputs: Sequence[Sequence[torch.Tensor]],
+        fails: bool = False,
     ) -> list[list[torch.Tensor]]:
         """Run one call on every rank, of one plugin or of each its own, launch by launch.
 
-        Returns the outputs.
+        Returns the outputs; of a call that `fails`, they held no zeros before.
 
         Raises:
-            AssertionError: A rank reports a failure.
+            AssertionError: A rank reports a failure, or none does and should.
         """
         memory, results = self.machine.memory, []
         steps: list[list[Launch]] = []
@@ -139,6 +140,9 @@ class World:
                 memory.allocate(out.numel() * out.itemsize, f"output {i} of {rank}")
                 for i, out in enumerate(outputs)
             ]
+            for out, address in zip(outputs, targets, strict=True) if fails else ():
+                data, at = memory.place(address, out.numel() * out.itemsize)
+                data[at : at + out.numel() * out.itemsize] = b"\xab" * out.numel() * out.itemsize
             starts = [*sources, *targets]
             for step, piece in enumerate(pieces or [Piece(plan, (0,) * len(starts))]):
                 places, owner = piece.addresses(starts), owner_of(plugin, piece.plan)
@@ -149,7 +153,8 @@ class World:
         for launches in steps:
             self.machine.run(launches, plugin.block)
         for record in self.records:
-            assert memory.load(record, 4) == 0, "a rank reports a failure"
+            failed = memory.load(record, 4) != 0
+            assert failed == fails, f"a rank reports {'a' if failed else 'no'} failure"
         for outputs, targets in results:
             for out, address in zip(outputs, targets, strict=True):
                 nbytes = out.numel() * out.itemsize
