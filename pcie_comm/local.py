@@ -152,7 +152,9 @@ def local_world(
 
     Kernels only see addresses, so N ranks may share one device: the same kernels, the same
     protocol, on N streams. Load and warm up everything else you run beside a collective first:
-    a lazily loaded module waits for kernels that wait for their peers.
+    a lazily loaded module waits for kernels that wait for their peers. So does, in the driver, a
+    copy between a device and memory that is not pinned, and it keeps other threads from launching:
+    wait for the rank's stream first (docs/graphs.md).
 
     Args:
         world_size: 1 to 16.

@@ -69,6 +69,7 @@ ALONE = (
     Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
     Part(("tests/gpu/test_processes.py",)),
+    Part(("tests/gpu/test_decode_example.py",)),
 )
 """What measures time, or needs the device to itself; one after another."""
 
@@ -87,7 +88,6 @@ TOGETHER = (
         ),
         f"not ({TIMED})",
     ),
-    Part(("tests/gpu/test_decode_example.py",)),
     Part(
         (
             "tests/gpu/test_large_payloads.py",
