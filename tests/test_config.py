@@ -150,7 +150,7 @@ def test_a_bad_variable_is_named_with_its_value(variable, text, shown, monkeypat
         ("overlap", "0"),
         ("overlap", None),
         ("max_blocks", 1),
-        ("max_blocks", 33),
+        ("max_blocks", 65),
         ("max_blocks", 8.0),
         ("max_blocks", True),
         ("protocol", None),

@@ -124,7 +124,7 @@ def failing(self, *_):
 
 
 IN_PLAN = {
-    "grid above the resident": lying(grid=33),
+    "grid above the resident": lying(grid=65),
     "grid of nothing": lying(grid=0),
     "grid below nothing": lying(grid=-1),
     "blocks below the ranks": answering(block=16),
