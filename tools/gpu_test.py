@@ -68,7 +68,7 @@ ALONE = (
     Part(("tests/gpu/test_model_routers.py", "tests/gpu/test_all_collectives.py"), TIMED),
     Part(("tests/gpu/test_topology.py",)),
     Part(("tests/gpu/test_alone.py", "tests/gpu/test_deaths.py")),
-    Part(("tests/gpu/test_processes.py",)),
+    Part(("tests/gpu/test_processes.py",), "not without_mps"),
     Part(("tests/gpu/test_decode_example.py",)),
 )
 """What measures time, or needs the device to itself; one after another."""
@@ -77,9 +77,12 @@ TOGETHER = (
     Part(("tests/gpu/test_exact.py",), "eager and VRAM"),
     Part(("tests/gpu/test_exact.py",), "eager and not VRAM"),
     Part(("tests/gpu/test_exact.py",), "not eager"),
-    Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py")),
+    Part(("tests/gpu/test_router.py",), "vllm"),
+    Part(("tests/gpu/test_router.py", "tests/gpu/test_bench.py"), "not vllm"),
+    Part(("tests/gpu/test_processes.py",), "without_mps"),
     Part(("tests/transport", "tests/gpu/test_sanitizer.py")),
-    Part(("tests/gpu/test_all_collectives.py",), f"not ({TIMED})"),
+    Part(("tests/gpu/test_all_collectives.py",), f"VRAM and not ({TIMED})"),
+    Part(("tests/gpu/test_all_collectives.py",), f"not VRAM and not ({TIMED})"),
     Part(
         (
             "tests/gpu/test_model_routers.py",

@@ -234,7 +234,7 @@ def test_b08_a_rank_that_is_killed_while_its_own_kernel_waits(mps, tmp_path, fig
         run_ranks(pair_of_ranks, 2, timeout_s=40, env=mps)
 
 
-@pytest.mark.parametrize("protocol", ["push", "pull", "tagged"])
+@pytest.mark.parametrize("protocol", ["push", "tagged"])
 def test_a_look_up_with_ids_of_a_call_that_gave_up_does_not_fault(protocol):
     """In the launch that gives up and in the one after it; a fault would cost the context."""
     config = Config(timeout_s=0.3, protocol=protocol)
