@@ -87,10 +87,8 @@ def calls(draw):
     infos, metas = [], []
     protocol = draw(st.sampled_from(["push", "pull", "tagged", "auto"]))
     layouts = st.tuples(st.integers(0, 5), st.sampled_from([4, 8, 16]))
-    layout = draw(layouts)
     for rank in range(world):
-        if protocol in ("push", "pull"):  # tagged push takes units of 8 bytes, on all ranks or none
-            layout = draw(layouts)
+        layout = draw(layouts)
         stride, alignment = width + layout[0], layout[1]
         infos.append(replace(info_of(rank, world, protocol, segment), output_alignment=alignment))
         metas.append(meta_of(rows, width, stride, alignment))

@@ -159,18 +159,35 @@ class Slices(DeviceObject):
 
 
 class TaggedSlices(Slices):
-    """The same with units of 8 bytes. Participants: all but the last warp of the block."""
+    """The same with units of 8 bytes. Participants: all but the last warp of the block.
+
+    Args:
+        loads: Bytes per load of the input and store of the output: 8, or 4 where no more is sure.
+    """
 
     def __init__(
-        self, lane: Lane, columns: Columns, dtype: str, *, scatter: bool, apart: Int64 | int
+        self,
+        lane: Lane,
+        columns: Columns,
+        dtype: str,
+        *,
+        scatter: bool,
+        loads: int,
+        apart: Int64 | int,
     ) -> None:
         staging = Staging(lane, True)
         super().__init__(staging, columns, dtype, scatter=scatter, pack=8, apart=apart)
+        self.loads = loads
         self.workers = lane.threads - WARP
 
     def load_own(self, owner: Int32, index: Int32, enabled: Uint32) -> tuple:
         """Load an item of the own input."""
-        return prim.load_v2(self.source(owner, index), enabled)
+        source = self.source(owner, index)
+        if self.loads == 8:
+            return prim.load_v2(source, enabled)
+        (low,) = prim.load_pack(source, enabled, 4)
+        (high,) = prim.load_pack(source + Int64(4), enabled, 4)
+        return low, high
 
     def _unit(self, slab: Int64, writer: Int32, index: Int32) -> Int64:
         lane = self.lane
@@ -220,7 +237,12 @@ class TaggedSlices(Slices):
                 ok = lane.conclude(ok, late)
             address = self.columns.output + num.wide(index) * 8
             words = dtypes.pack(list(sums), self.dtype)
-            prim.store_v2(address, words, enabled & ok & Uint32(late.code == Uint32(0)))
+            enabled = enabled & ok & Uint32(late.code == Uint32(0))
+            if cutlass.const_expr(self.loads == 8):
+                prim.store_v2(address, words, enabled)
+            else:
+                prim.store_pack(address, (words[0],), enabled, 4)
+                prim.store_pack(address + Int64(4), (words[1],), enabled, 4)
         return late
 
 

@@ -18,7 +18,7 @@ def reduce_kernel(dtype: str, *, scatter: bool, protocol: str, pack: int, thread
     columns of two owners are apart in the input.
     """
     if protocol == "tagged":
-        return _tagged_kernel(dtype, scatter, threads)
+        return _tagged_kernel(dtype, scatter, pack, threads)
 
     @cute.kernel
     def reduce(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
@@ -39,13 +39,13 @@ def reduce_kernel(dtype: str, *, scatter: bool, protocol: str, pack: int, thread
     return reduce
 
 
-def _tagged_kernel(dtype: str, scatter: bool, threads: int) -> Any:
+def _tagged_kernel(dtype: str, scatter: bool, pack: int, threads: int) -> Any:
     @cute.kernel
     def reduce_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
         lane = Lane(args, threads, tagged=True)
         columns = part_of(lane, tensors[0], tensors[1], scalars)
         apart = scalars[7] if scatter else 0
-        slices = TaggedSlices(lane, columns, dtype, scatter=scatter, apart=apart)
+        slices = TaggedSlices(lane, columns, dtype, scatter=scatter, loads=pack, apart=apart)
         lane.enter()
         patient = Int32(scalars[1])
         late = no_wait()

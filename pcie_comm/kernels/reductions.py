@@ -12,7 +12,11 @@ from .columns import check_columns, stride_nbytes
 from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 REDUCED_DTYPES = ("bfloat16", "float16", "float32")
-PACKS = {"push": (16, 4), "pull": (16, 4), "tagged": (8,)}
+PACKS = {"push": (16, 4), "pull": (16, 4), "tagged": (8, 4)}
+"""Bytes per load and store of the own tensors: the widest that addresses and strides allow."""
+
+UNIT = 8
+"""Data bytes of a unit of tagged push, whatever packs a rank loads."""
 
 
 def reduce_variants(op: str, dtypes: Sequence[str] = REDUCED_DTYPES) -> list[KernelKey]:
@@ -59,19 +63,16 @@ def divided(op: str, what: str, number: int, world_size: int) -> int:
     return number // world_size
 
 
-def pack_of(
-    op: str, protocol: str, sizes: Sequence[int], alignments: Sequence[int]
-) -> tuple[str, int]:
-    """Return protocol and widest pack that suit sizes and alignments; push, where tagged does not.
+def pack_of(op: str, protocol: str, sizes: Sequence[int], alignments: Sequence[int]) -> int:
+    """Return the widest pack that suits sizes and alignments, which may be other ones elsewhere.
 
     Raises:
         InvalidArgumentError: None does.
     """
     limit = min(alignments)
-    for name in (protocol, "push") if protocol == "tagged" else (protocol,):
-        for pack in PACKS[name]:
-            if pack <= limit and all(size % pack == 0 for size in sizes):
-                return name, pack
+    for pack in PACKS[protocol]:
+        if pack <= limit and all(size % pack == 0 for size in sizes):
+            return pack
     raise InvalidArgumentError(
         f"rows of {sizes} bytes at an alignment of {limit} cannot be moved in units of 4 bytes; "
         "pad rows of 2-byte numbers to an even count, and align them",
@@ -112,12 +113,12 @@ def plan_reduction(
     rows, world, part = tensor.shape[0], info.world_size, parts.nbytes
     staged = align_up(rows * part, STAGED_ALIGNMENT) + parts.beside
     protocol = choose_protocol(info.protocol, staged, world, info.segment_nbytes, info.limits)
-    if protocol == "tagged" and not parts.tagged:
+    if protocol == "tagged" and (not parts.tagged or part % UNIT):
         protocol = "push"
     sizes = [part, parts.item, parts.apart, stride_nbytes(tensor)]
     sizes += [stride_nbytes(one) for one in parts.others if len(one.shape) > 1]
     alignments = [info.output_alignment, *(one.alignment for one in (tensor, *parts.others))]
-    protocol, pack = pack_of(op, protocol, sizes, alignments)
+    pack = pack_of(op, protocol, sizes, alignments)
     grid = gather_grid(protocol, [rows * part], world, info.max_blocks)
     blocks, chunk = grid.blocks, grid.chunks[0]
     if parts.item:
@@ -136,7 +137,7 @@ def plan_reduction(
             stride_nbytes(tensor),
             divisor(part),
             chunk,
-            divisor(chunk // pack),
+            divisor(chunk // (UNIT if protocol == "tagged" else pack)),
             *([parts.apart] if parts.apart else []),
         ),
         staged_nbytes=staged * {"push": 1, "pull": parts.count, "tagged": 2}[protocol],

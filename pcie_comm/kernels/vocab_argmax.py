@@ -55,7 +55,7 @@ class VocabArgmax(Collective):
             info.protocol, staged, info.world_size, info.segment_nbytes, info.limits
         )
         sizes = (row_nbytes(logits), stride_nbytes(logits))
-        _, pack = pack_of(self.name, "push", sizes, (logits.alignment,))
+        pack = pack_of(self.name, "push", sizes, (logits.alignment,))
         grid = max(1, min(rows, info.max_blocks))
         return Plan(
             op=self.name,
