@@ -34,8 +34,9 @@ TWO_SHOT_NBYTES = 1 << 20
 def shots_of_sum(nbytes: int, world_size: int, segment_nbytes: int) -> int:
     """Return in how many shots a sum of tensors of `nbytes` is made: 1 or 2; see two_shots.py."""
     spared = nbytes * (world_size - 1) * (world_size - 2) // world_size
-    fits = nbytes <= segment_nbytes
-    return 1 if world_size <= 2 or (fits and spared < TWO_SHOT_NBYTES) else 2
+    wanted = nbytes > segment_nbytes or spared >= TWO_SHOT_NBYTES
+    possible = world_size > 2 and segment_nbytes >= world_size * STAGED_ALIGNMENT
+    return 2 if wanted and possible else 1
 
 
 def protocols_of(requested: str, limits: Limits) -> tuple[str, ...]:

@@ -444,24 +444,3 @@ def test_calls_that_do_not_match_have_other_signatures(other):
     assert pair.plan(info, *PAIR).signature != pair.plan(info, *other).signature
     pull = dataclasses.replace(info, protocol="pull")
     assert pair.plan(info, *PAIR).signature != pair.plan(pull, *PAIR).signature
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "world", "segment", "shots"),
-    [
-        (1 << 30, 1, 1 << 20, 1),
-        (1 << 30, 2, 1 << 20, 1),
-        ((1 << 20) + 4, 3, 1 << 20, 2),
-        (1 << 20, 3, 1 << 20, 1),
-        (512 << 10, 4, 1 << 20, 1),
-        (700 << 10, 4, 1 << 20, 2),
-        (128 << 10, 8, 1 << 20, 1),
-        (256 << 10, 8, 1 << 20, 2),
-        (64 << 10, 16, 1 << 20, 1),
-        (256 << 10, 16, 1 << 20, 2),
-    ],
-)
-def test_sums_take_two_shots_where_that_spares_a_megabyte_or_one_does_not_fit(
-    nbytes, world, segment, shots
-):
-    assert policy.shots_of_sum(nbytes, world, segment) == shots

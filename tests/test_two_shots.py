@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pcie_comm.kernels import two_shots as module
 from pcie_comm.kernels.pieces import owner_of, plan_call
 from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
+from pcie_comm.policy import shots_of_sum
 
 ITEM = 4
 SUM = find("all_reduce")
@@ -83,7 +84,7 @@ def check(plan, info, meta, piece) -> None:
 def calls(draw):
     world = draw(st.integers(3, 16))
     rows, width = draw(st.integers(1, 60)), draw(st.integers(1, 400))
-    segment = 128 * draw(st.integers(16 if world > 8 else 6, 30))
+    segment = 128 * draw(st.integers(2, 30))
     infos, metas = [], []
     protocol = draw(st.sampled_from(["push", "pull", "tagged", "auto"]))
     layouts = st.tuples(st.integers(0, 5), st.sampled_from([4, 8, 16]))
@@ -122,6 +123,29 @@ def test_a_rank_receives_two_tensors_instead_of_one_from_each(world, shape):
     tensor = shape[0] * shape[1] * ITEM
     least = 2 * tensor * (world - 1) / world
     assert least <= received < 1.02 * least + 16 * world * (world - 1)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "world", "segment", "shots"),
+    [
+        (1 << 30, 1, 1 << 20, 1),
+        (1 << 30, 2, 1 << 20, 1),
+        ((1 << 20) + 4, 3, 1 << 20, 2),
+        (1 << 20, 3, 1 << 20, 1),
+        (512 << 10, 4, 1 << 20, 1),
+        (700 << 10, 4, 1 << 20, 2),
+        (128 << 10, 8, 1 << 20, 1),
+        (256 << 10, 8, 1 << 20, 2),
+        (64 << 10, 16, 1 << 20, 1),
+        (256 << 10, 16, 1 << 20, 2),
+        (1 << 20, 16, 1 << 10, 2),
+        (1 << 20, 16, 1 << 9, 1),
+    ],
+)
+def test_sums_take_two_shots_where_one_does_not_fit_or_that_spares_a_megabyte(
+    nbytes, world, segment, shots
+):
+    assert shots_of_sum(nbytes, world, segment) == shots
 
 
 def test_two_ranks_take_one_shot():
