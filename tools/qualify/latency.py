@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pcie_comm import Config, PcieDcpGroup
+from pcie_comm import Config, PcieDcpGroup, UnsupportedError
 from pcie_comm.bench import workload
 from pcie_comm.bench.contenders import OURS, OVERLAPPING, Contender
 from pcie_comm.bench.measure import Take, spin, take_turns
 from pcie_comm.bench.options import FUSED, HEADS, PAIR
 from pcie_comm.bench.workload import Workload, poison
-from pcie_comm.kernels.registry import find
 
 from . import rivals
-from .ranks import PREPARE_S, TRANSPORTS, PROCESSES, device_of
+from .clock import Clock
+from .ranks import PREPARE_S, PROCESSES, TRANSPORTS, device_of
 from .rivals import SYMMETRIC, ProcessGroup, Symmetric
 
 OPERATIONS = (FUSED, PAIR, HEADS)
 SAMPLES = 11
-PAUSE_CYCLES = 200_000
-"""Some 100 us: longer than the host takes to enqueue a graph."""
-
 BUFFER_NBYTES = 4 << 20
-BARRIER = "barrier"
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,7 @@ class Timing:
         rows: Of the calls.
         ops: Operations of a sample; an even number, see rivals.BUFFERS.
         shared: Ranks share a GPU.
+        alone: Nothing of torch's stands beside this library.
         meeting: File through which torch's ranks meet.
         control: As in ranks.Check.
     """
@@ -57,75 +52,9 @@ class Timing:
     rows: tuple[int, ...]
     ops: int
     shared: bool
+    alone: bool
     meeting: str
     control: str = ""
-
-
-class Clock:
-    """Times contenders on this rank.
-
-    Args:
-        group: A group of its own for the barrier.
-        ops: Operations of a sample.
-    """
-
-    def __init__(self, group: PcieDcpGroup, ops: int) -> None:
-        self.group, self.ops = group, ops
-        self.on_gpu = group.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream() if self.on_gpu else None  # type: ignore[no-untyped-call]
-        self._barrier, size = find(BARRIER), group.world_size
-        self._word = torch.ones(1, 1, dtype=torch.int32, device=group.device)
-        self._words = (torch.empty(1, size, dtype=torch.int32, device=group.device),)
-        group.prepare(self._barrier)
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Run something on the stream, and wait for it."""
-        with torch.cuda.stream(self._stream) if self.on_gpu else contextlib.nullcontext():
-            work()
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def _align(self) -> None:
-        self.group.run(self._barrier, self._word, out=self._words)
-
-    def take_of(self, enqueue: Callable[[int], object]) -> Take:
-        """Return what takes a sample, in nanoseconds of an operation."""
-        rank = self.group.rank
-
-        def chain() -> None:
-            for _ in range(self.ops):
-                enqueue(rank)
-
-        if not self.on_gpu:
-            return lambda: self._eager_ns(chain) / self.ops
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            chain()
-        return lambda: self._replay_ns(graph) / self.ops
-
-    def _eager_ns(self, chain: Callable[[], None]) -> float:
-        self._align()
-        started = time.perf_counter_ns()
-        chain()
-        return time.perf_counter_ns() - started
-
-    def _replay_ns(self, graph: torch.cuda.CUDAGraph) -> float:
-        start, stop = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        with torch.cuda.stream(self._stream):
-            self._align()
-            torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
-            start.record()
-            graph.replay()
-            stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e6
 
 
 class Bench:
@@ -143,8 +72,11 @@ class Bench:
         self.timing, self.group, self.left_out = timing, groups[0], left_out
         self.clock = Clock(groups[0], timing.ops)
         self._groups = groups
-        torch_group = self._opened("torch.distributed", self._process_group)
-        memory = None
+        torch_group, memory = None, None
+        if timing.alone:
+            left_out["torch.distributed"] = "--alone"
+        else:
+            torch_group = self._opened("torch.distributed", self._process_group)
         if timing.device == "cpu":
             left_out[SYMMETRIC] = "it is for GPUs"
         elif torch_group is None:
@@ -183,7 +115,11 @@ class Bench:
     def case(self, op: str, rows: int) -> dict[str, Any]:
         """Measure a case; return what this rank found."""
         group, clock = self.group, self.clock
-        work = workload.make(op, rows, [group.device] * group.world_size)
+        try:
+            work = workload.make(op, rows, [group.device] * group.world_size)
+        except UnsupportedError as error:
+            self.left_out[op] = error.reason
+            return {"op": op, "rows": rows, "rank": group.rank, "contenders": []}
         sides = [make(work) for make in self._makers]
         clock.settle()
         for side in sides:
@@ -221,7 +157,7 @@ class Bench:
         return work.faults([outputs], side.ours)  # which are the same on every rank
 
 
-def serve(rank: int, world_size: int, timing: Timing, notes: str) -> dict[str, Any]:
+def serve(rank: int, world_size: int, timing: Timing, notes: str) -> None:
     """Be one rank; each case goes to a file of its own as soon as it is measured."""
     device = device_of(timing.device, rank)
     torch.set_num_threads(1)
@@ -229,13 +165,13 @@ def serve(rank: int, world_size: int, timing: Timing, notes: str) -> dict[str, A
         torch.cuda.set_device(device)
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
     left_out: dict[str, str] = {}
-    overlaps = (False, False)  # the first is for barriers
+    overlaps = [False, False]  # the first is for barriers
     if device.type == "cpu":
         left_out[OVERLAPPING] = "a CPU has no launches"
     elif torch.cuda.get_device_capability(device) < (9, 0):
         left_out[OVERLAPPING] = "launches overlap from compute capability 9.0 on"
     else:
-        overlaps += (True,)  # type: ignore[assignment]
+        overlaps.append(True)
     with contextlib.ExitStack() as stack, open(f"{notes}.{rank}", "w") as file:
         groups = [
             stack.enter_context(
@@ -253,42 +189,9 @@ def serve(rank: int, world_size: int, timing: Timing, notes: str) -> dict[str, A
             for rows in timing.rows:
                 print(json.dumps(bench.case(op, rows)), file=file, flush=True)
         calls: Any = groups[1].describe()["channel default"]
+        facts = {"left_out": left_out, "protocols": calls["calls"]}
+        print(json.dumps({"facts": facts}), file=file, flush=True)
         del bench
     gc.collect()  # graphs go before the communicators that they use
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    return {"left_out": left_out, "protocols": calls["calls"]}
-
-
-def add_up(lines: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return the cases that all ranks have measured, with medians, ratios and samples in us."""
-    by_case: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in lines:
-        by_case.setdefault((line["op"], line["rows"]), []).append(line)
-    found = []
-    for (op, rows), parts in by_case.items():
-        if len(parts) < world_size:
-            continue
-        sides = [_side(places) for places in zip(*(part["contenders"] for part in parts), strict=True)]
-        ours = sides[0]["median_us"]
-        for side in sides[1:]:
-            side["ratio"] = {"of": side["name"], "to": OURS, "time": round(side["median_us"] / ours, 3)}
-        found.append({"op": op, "rows": rows, "contenders": sides})
-    return found
-
-
-def _side(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one contender of a case over all ranks."""
-    by_rank = [[round(value / 1000, 3) for value in part["samples_ns"]] for part in parts]
-    slowest = [max(values) for values in zip(*by_rank, strict=True)]
-    faults = [fault for part in parts for fault in part["faults"]]
-    return {
-        "name": parts[0]["name"],
-        "median_us": round(statistics.median(slowest), 3),
-        "min_us": min(slowest),
-        "max_us": max(slowest),
-        "correct": not faults,
-        "faults": faults[:4],
-        "samples_us": slowest,
-        "samples_by_rank_us": by_rank,
-    }

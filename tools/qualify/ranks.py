@@ -20,6 +20,10 @@ from .cases import RING, Rounds
 TIMEOUT_S, PREPARE_S = 30.0, 300.0
 PROTOCOLS = {"cuda": ("tagged", "push", "pull"), "cpu": ("push", "pull")}
 MODES = {"cuda": ("eager", "captured"), "cpu": ("eager",)}
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "cuda": {},
+    "cpu": {"captured": "a CPU has no graphs", "tagged": "a CPU pushes instead"},
+}
 PROCESSES, THREADS = "processes", "threads"
 TRANSPORTS = {
     ("cuda", PROCESSES): "cuda_ipc",
@@ -204,7 +208,16 @@ def serve(rank: int, world_size: int, check: Check, calls: int, notes: str) -> d
                 checker = Checker(check, [group], [stream], _alone(group, stream), note)
                 checker.run(protocol, rounds)
                 sources |= kernel_sources(group)
-    return {"rounds": rounds, "transport": transport, "kernels_from": sorted(sources)}
+    return _facts(check, rounds, transport, sources)
+
+
+def _facts(check: Check, rounds: int, transport: str, sources: set[str]) -> dict[str, Any]:
+    return {
+        "rounds_of_each_case": rounds,
+        "transport": transport,
+        "kernels_from": sorted(sources),
+        "left_out": LEFT_OUT[check.device],
+    }
 
 
 def _alone(group: PcieDcpGroup, stream: Any) -> Callable[[Callable[[int], None]], None]:
@@ -225,7 +238,11 @@ def _alone(group: PcieDcpGroup, stream: Any) -> Callable[[Callable[[int], None]]
 
 def _all_of(world: LocalWorld) -> Callable[[Callable[[int], None]], None]:
     """Return what runs a function on all ranks of a world, each in its thread."""
-    return lambda work: world.run(lambda group: work(group.rank)) and None
+
+    def together(work: Callable[[int], None]) -> None:
+        world.run(lambda group: work(group.rank))
+
+    return together
 
 
 def run_threads(check: Check, calls: int, note: Note) -> dict[str, Any]:
@@ -238,11 +255,11 @@ def run_threads(check: Check, calls: int, note: Note) -> dict[str, Any]:
     for protocol in PROTOCOLS[check.device]:
         config = check.config(protocol)
         with local_world(check.world_size, check.device, transport, config) as world:
-            streams = world.streams or [None] * check.world_size
+            streams: list[Any] = list(world.streams) or [None] * check.world_size
             together = _all_of(world)
             Checker(check, world.groups, streams, together, note).run(protocol, rounds)
             sources |= kernel_sources(world.groups[0])
-    return {"rounds": rounds, "transport": transport, "kernels_from": sorted(sources)}
+    return _facts(check, rounds, transport, sources)
 
 
 def kernel_sources(group: PcieDcpGroup) -> set[str]:
@@ -260,23 +277,3 @@ def read_notes(notes: str, world_size: int) -> list[dict[str, Any]]:
                 with contextlib.suppress(ValueError):  # the last line of a rank that was killed
                     lines.append(json.loads(line))
     return lines
-
-
-def add_up(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the counts of every case over all ranks, and the sums of all cases."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    digests: dict[tuple[Any, ...], set[int]] = {}
-    for line in lines:
-        key = tuple(line[name] for name in ("op", "rows", "protocol", "mode"))
-        blank = {**dict(zip(("op", "rows", "protocol", "mode"), key, strict=True))}
-        case = found.setdefault(key, {**blank, "ranks": 0, "calls": 0, "mismatches": 0})
-        case["ranks"] += 1
-        case["calls"] += line["calls"]
-        case["mismatches"] += line["mismatches"]
-        digests.setdefault(key, set()).add(line["digest"])
-    return {
-        "calls": sum(case["calls"] for case in found.values()),
-        "mismatches": sum(case["mismatches"] for case in found.values()),
-        "drawn_alike": all(len(some) == 1 for some in digests.values()),
-        "cases": list(found.values()),
-    }

@@ -23,7 +23,7 @@ from pcie_comm.bench.workload import Tensors, Workload
 from pcie_comm.kernels.registry import find
 
 SYMMETRIC = "symmetric memory"
-LIMIT = datetime.timedelta(seconds=60)
+LIMIT = datetime.timedelta(seconds=30)
 BUFFERS = 2
 """An operation writes to the other buffer than its predecessor: with that a barrier each is enough.
 
@@ -45,9 +45,11 @@ class ProcessGroup(TorchGroups):
 
     def __init__(self, rank: int, world_size: int, device: torch.device, meeting: str) -> None:
         self.name = "NCCL" if device.type == "cuda" else "gloo"
+        store = distributed.FileStore(meeting, world_size)
+        store.set_timeout(LIMIT)  # so that a rank that fails alone does not hold the others up
         distributed.init_process_group(
             self.name.lower(),
-            store=distributed.FileStore(meeting, world_size),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=LIMIT,
