@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -124,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_s=options.job_limit,
     )
     told = {name: value for name, value in vars(options).items() if name != "out"}
-    found = Report(options.out, {"options": told, "provenance": known})
+    settings = {name: text for name, text in os.environ.items() if name.startswith("PCIE_COMM_")}
+    facts = {"options": told, "settings": runner.clean(settings), "provenance": known}
+    found = Report(options.out, facts)
     found.write()
     for job in jobs(request):
         shared = request.shares(job.ranks)

@@ -87,6 +87,11 @@ class DecodeRounds:
         return int(self._batch.flat_inputs.sum(dtype=torch.int64))
 
 
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare dense tensors where they are."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
 @lru_cache(maxsize=256)
 def _drawn(op: str, rows: int, world_size: int, seed: int) -> list[Tensors]:
     return Subject(find(op)).make(world_size, rows, seed)
@@ -103,6 +108,7 @@ class PluginRounds:
         self._inputs = [[local.to(group.device) for local in one[rank]] for one in shards]
         device = str(group.device)
         self._outputs = [empty_like(self._wanted[0], device) for _ in range(count)]
+        self._proven: dict[int, Tensors] = {}
         self._shift = 0
 
     def refresh(self, lap: int) -> None:
@@ -123,14 +129,23 @@ class PluginRounds:
         group.run(self.plugin, *inputs, out=outputs)
 
     def mismatches(self) -> int:
-        """See Rounds."""
+        """See Rounds. What was found right once need only have the same bytes again."""
         return sum(
-            not all(
-                same(got, want, self.plugin.tolerance)
-                for got, want in zip(outputs, self._wanted[self._draw(index)], strict=True)
-            )
+            not self._right(self._draw(index), outputs)
             for index, outputs in enumerate(self._outputs)
         )
+
+    def _right(self, draw: int, outputs: Tensors) -> bool:
+        proven = self._proven.get(draw)
+        if proven is not None and all(map(_same_bytes, outputs, proven)):
+            return True
+        right = all(
+            same(got, want, self.plugin.tolerance)
+            for got, want in zip(outputs, self._wanted[draw], strict=True)
+        )
+        if right:
+            self._proven[draw] = tuple(one.clone() for one in outputs)
+        return right
 
     def digest(self) -> int:
         """See Rounds. Nothing: the CPU draws."""

@@ -70,6 +70,7 @@ def _run_ranks(serve: Any, options: argparse.Namespace, args: tuple[Any, ...]) -
     try:
         return run_ranks(serve, options.world, timeout_s=limit_s, args=args)[0], ""
     except RanksFailedError as error:
+        print(error, file=sys.stderr)
         said = [f"rank {rank}: {_last(text)}" for rank, text in sorted(error.reports.items())]
         return {}, "; ".join(said)
 

@@ -13,8 +13,8 @@ from pcie_comm import PcieDcpGroup
 from pcie_comm.bench.measure import Take
 from pcie_comm.kernels.registry import find
 
-PAUSE_CYCLES = 200_000
-"""Some 100 us: longer than the host takes to enqueue a graph."""
+PAUSE_CYCLES = 1_000_000
+"""Some 500 us: longer than the host takes to enqueue a graph."""
 
 BARRIER = "barrier"
 

@@ -58,10 +58,11 @@ class Check:
         return Config(protocol=protocol, timeout_s=TIMEOUT_S, setup_timeout_s=60.0)
 
     def settled(self, calls: int) -> int:
-        """Return the rounds of each case."""
+        """Return the rounds of each case; above RING a multiple of it."""
         count = len(cases.operations(self.world_size, self.rows)) * self.world_size
         count *= len(PROTOCOLS[self.device]) * len(MODES[self.device])
-        return self.rounds or -(-calls // count)
+        rounds = self.rounds or -(-calls // count)
+        return rounds if rounds <= RING else -(-rounds // RING) * RING
 
 
 def device_of(kind: str, rank: int) -> torch.device:
@@ -167,7 +168,7 @@ class Checker:
                 lane.capture()
         wrong = [0] * len(lanes)
         size = min(rounds, RING)
-        laps = -(-rounds // size)
+        laps = rounds // size
         for lap in range(laps):
             for lane in lanes if lap else ():
                 lane.rounds.refresh(lap)
