@@ -17,11 +17,12 @@ import torch
 
 from pcie_comm import local_world
 from pcie_comm.bench import workload
+from pcie_comm.topology import codec
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tools"), str(ROOT / "tests" / "gpu")]
 
-from qualify import cases, child, figures, jobs, ranks, report, rivals, runner  # noqa: E402
+from qualify import cases, child, figures, jobs, latency, ranks, report, rivals, runner  # noqa: E402
 from qualify.jobs import OUT, Job, Request  # noqa: E402
 
 program = importlib.import_module("qualify.__main__")
@@ -30,11 +31,12 @@ REVISION = "0123abc"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict:
-    """Return the report of a run on the CPU."""
+    """Return the report of a run on the CPU, but for the threads, which need no process."""
     out = tmp_path_factory.mktemp("qualify") / "report.json"
     command = [sys.executable, "tools/qualify", "--device", "cpu", "--ranks", "2", "--rounds", "1"]
+    steps = ",".join(one for one in jobs.STEPS if one != "threads")
     done = subprocess.run(
-        [*command, "--out", str(out)],
+        [*command, "--only", steps, "--out", str(out)],
         cwd=ROOT,
         env={**os.environ, "PCIE_COMM_REVISION": REVISION},
         capture_output=True,
@@ -53,14 +55,15 @@ def step(told: dict, name: str) -> dict:
 def test_a_run_on_the_cpu_is_right_and_complete(told):
     assert (told["complete"], told["good"]) == (True, True)
     assert [one["step"] for one in told["steps"]] == list(jobs.STEPS)
-    assert {(one["verdict"], one["exit_code"]) for one in told["steps"]} == {("ok", 0)}
+    ran = [one for one in told["steps"] if one["step"] != "threads"]
+    assert {(one["verdict"], one["exit_code"]) for one in ran} == {("ok", 0)}
+    assert step(told, "threads")["why"] == "--only names others"
     assert told["provenance"]["source"]["revision"] == REVISION
     assert not re.search(r"[\" ]/(tmp|home|root|usr)/", json.dumps(told))
 
 
-@pytest.mark.parametrize("name", ["processes", "threads"])
-def test_every_operation_is_checked(told, name):
-    found = step(told, name)["figures"]
+def check_counts(found: dict) -> None:
+    """Two ranks have made one call of every case, under two protocols."""
     assert (found["calls"], found["mismatches"], found["transport"]) == (76, 0, "host_shm")
     chosen = cases.operations(2, (1, 8))
     assert len(chosen) == 19
@@ -68,6 +71,20 @@ def test_every_operation_is_checked(told, name):
     assert counted == {(*one, protocol) for one in chosen for protocol in ("push", "pull")}
     assert {case["calls"] for case in found["cases"]} == {2}
     assert set(found["left_out"]) == {"captured", "tagged"}
+
+
+def test_every_operation_is_checked_between_processes(told):
+    check_counts(step(told, "processes")["figures"])
+
+
+def test_every_operation_is_checked_between_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    out = tmp_path / "out.json"
+    (job,) = jobs.jobs(Request("cpu", (2,), rounds=1, only=("threads",)))[1:2]
+    assert job.command[:3] == ("python", "tools/qualify/child.py", "threads")
+    command = [str(out) if part == OUT else part for part in job.within(60.0).command]
+    assert child.main(command[2:]) == 0
+    check_counts(json.loads(out.read_text()))
 
 
 def test_latencies_stand_beside_those_of_gloo(told):
@@ -175,6 +192,16 @@ def test_faults_that_were_not_as_they_must_be():
     assert report.entry(Job("faults", ("python",), 2), False, none)["verdict"] == "failed"
 
 
+def test_what_the_doctor_finds_on_a_host_is_told_and_fails_nothing(told):
+    host = step(told, "topology")["figures"]["host"]
+    assert codec.from_json(json.dumps(host), "the report").gpus is not None
+    job = Job("topology", ("python",), prints=False)
+    found = report.entry(job, False, runner.Outcome(1, 2.0, json.dumps(host), "", ""))
+    assert (found["verdict"], found["exit_code"]) == ("ok", 1)
+    assert "errors found on this host" in report.line(found)
+    assert report.entry(job, False, runner.Outcome(2, 2.0, "", "", "said"))["verdict"] == "failed"
+
+
 def test_no_paths_and_names_of_this_machine():
     text = f'File "{ROOT}/tools/x.py", in GPU-0a1b2c3d-4e5f, /opt/some/lib/torch/y.so: 3/4 of a/b'
     assert runner.clean([text]) == ['File "tools/x.py", in GPU, y.so: 3/4 of a/b']
@@ -271,6 +298,22 @@ def test_replays_take_new_inputs_and_give_up_their_outputs(op):
             rounds.refresh(lap)
             lane.play(5)
             assert rounds.mismatches() == 0
+
+
+def test_what_of_torch_refuses_is_left_out():
+    def refuse(rank):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with local_world(1, "cpu") as world:
+        timing = latency.Timing("cpu", (1,), 2, shared=False, alone=True, meeting="")
+        left_out: dict[str, str] = {}
+        bench = latency.Bench(timing, world.groups * 2, left_out)
+        other = rivals.Contender("other", "-", refuse, [()], False)
+        bench._makers.append(lambda work: other)
+        found = bench.case("all_gather_pair", 1)
+    assert [side["name"] for side in found["contenders"]] == ["ours"]
+    assert left_out["other, all_gather_pair"].startswith("rank 0: RuntimeError: operation not")
+    assert left_out["torch.distributed"] == "--alone"
 
 
 @pytest.mark.parametrize("op", ["all_gather_pair", "all_gather_heads", "all_gather_pair_kimi_topk"])

@@ -25,7 +25,7 @@ GRACE_S = 5.0
 """What is left of the time to write down how far ranks came that had to be ended."""
 
 ROWS = {"cuda": (1, 8, 64), "cpu": (1, 8)}
-TIMED_OPS = {"cuda": 64, "shared": 4, "cpu": 4}
+TIMED_OPS = {"cuda": 64, "shared": 4, "cpu": 2}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -120,14 +120,7 @@ class Bench:
         except UnsupportedError as error:
             self.left_out[op] = error.reason
             return {"op": op, "rows": rows, "rank": group.rank, "contenders": []}
-        sides = [make(work) for make in self._makers]
-        clock.settle()
-        for side in sides:
-            clock.run(lambda side=side: side.local(group.rank))  # type: ignore[misc]
-        group._bootstrap.all_gather(b"prepared", PREPARE_S)
-        for side in sides:
-            clock.run(lambda side=side: side.enqueue(group.rank))  # type: ignore[misc]
-        takes = [clock.take_of(side.enqueue) for side in sides]
+        sides, takes = self._ready(op, [make(work) for make in self._makers])
         before = [self._checked(work, side, take) for side, take in zip(sides, takes, strict=True)]
         for side in sides:
             poison([side.outputs[group.rank]])
@@ -142,6 +135,26 @@ class Bench:
             faults += self._faults(work, side)
             found.append({"name": side.name, "samples_ns": samples, "faults": faults})
         return {"op": op, "rows": rows, "rank": group.rank, "contenders": found}
+
+    def _ready(self, op: str, sides: Sequence[Contender]) -> tuple[list[Contender], list[Take]]:
+        """Load and capture contenders; leave out those of torch's that refuse on any rank."""
+        clock, rank = self.clock, self.group.rank
+        clock.settle()
+        for side in sides:
+            clock.run(lambda side=side: side.local(rank))  # type: ignore[misc]
+        self.group._bootstrap.all_gather(b"prepared", PREPARE_S)
+        ready, takes = [], []
+        for side in sides:
+
+            def make(side: Contender = side) -> Take:
+                clock.run(lambda: side.enqueue(rank))
+                return clock.take_of(side.enqueue)
+
+            take = make() if side.groups else self._opened(f"{side.name}, {op}", make)
+            if take is not None:
+                ready.append(side)
+                takes.append(take)
+        return ready, takes
 
     def _checked(self, work: Workload, side: Contender, take: Take) -> list[str]:
         poison([side.outputs[self.group.rank]])

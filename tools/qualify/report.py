@@ -24,7 +24,7 @@ def entry(job: Job, shared: bool, outcome: Outcome | None = None) -> dict[str, A
     figures, why = _figures(job, outcome)
     if outcome.exit_code is None:
         why = f"ended after its {job.limit_s:g} s"
-    elif outcome.exit_code:
+    elif outcome.exit_code and not (job.step == TOPOLOGY and figures):  # the doctor found errors
         why = figures.get("failure") or f"exit code {outcome.exit_code}" + (
             f", {why}" if why else ""
         )
@@ -59,13 +59,23 @@ def _topology(text: str, host: dict[str, Any]) -> dict[str, Any]:
     from pcie_comm.topology import codec
     from pcie_comm.topology.doctor import Case, examine
 
-    host.get("system", {}).pop("cmdline", None)
+    system = host.get("system")
+    if system:
+        system["cmdline"] = None
+        system["unknown"] = {**system.get("unknown", {}), "cmdline": "left out"}
     try:
         findings, unjudged = examine(Case(codec.from_json(text, "pcie-comm topo")))
     except CommError as error:
-        return {"summary": f"{type(error).__name__}: {error}", "host": host}
+        why = f"{type(error).__name__}: {error}"
+        return {"summary": {"errors": 1, "findings": [why]}, "host": host}
     told = [{"severity": one.severity, "id": one.id, "subject": one.subject} for one in findings]
-    summary = {"gpus": len(host.get("gpus") or ()), "unjudged": len(unjudged), "findings": told}
+    errors = sum(one.severity == "error" for one in findings)
+    summary = {
+        "errors": errors,
+        "gpus": len(host.get("gpus") or ()),
+        "unjudged": len(unjudged),
+        "findings": told,
+    }
     return {"summary": summary, "host": host}
 
 
@@ -109,6 +119,8 @@ def line(found: Mapping[str, Any]) -> str:
     parts += [found["verdict"], found.get("why", "")]
     if "calls" in figures:
         parts.append(f"{figures['mismatches']} of {figures['calls']} calls wrong")
+    if "summary" in figures:
+        parts.append(f"{figures['summary']['errors']} errors found on this host")
     if "good" in figures:
         parts.append(f"{figures['good']} of {len(figures['rounds'])} rounds good")
     if "seconds" in found:
