@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -45,7 +46,8 @@ STAGES = {
 
 def draw_round(number: int, dice: random.Random, options: argparse.Namespace) -> Round:
     """Draw a fault."""
-    kind = dice.choice(list(STAGES))
+    kinds = options.kinds
+    kind = kinds[number % len(kinds)] if kinds else dice.choice(list(STAGES))
     stage = dice.choice(STAGES[kind])
     world = dice.randint(2, options.world)
     members = tuple(dice.sample(range(options.world), world))
@@ -173,13 +175,17 @@ def run(options: argparse.Namespace) -> list[Outcome]:
     """Play all rounds."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, end = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), math.inf
+    if options.seconds:
+        end = time.monotonic() + options.seconds
     own = [*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(own)  # for the fork server
     ranks, dice, outcomes = Ranks(options, store.port), random.Random(options.seed), []
     with tempfile.NamedTemporaryFile() as clock, mps_server(options.mps):
         try:
             for number in range(options.count):
+                if time.monotonic() > end:
+                    break
                 plan = draw_round(number, dice, options)
                 plan = Round(**{**asdict(plan), "clock": clock.name})
                 outcome = play_round(ranks, plan, options.limit)
@@ -239,11 +245,21 @@ def brief(outcome: Outcome) -> dict[str, object]:
     return told
 
 
+def kinds_of(text: str) -> tuple[str, ...]:
+    """Read a list of faults."""
+    kinds = tuple(text.split(","))
+    if unknown := set(kinds) - set(STAGES):
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} are none of {list(STAGES)}")
+    return kinds
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="rounds")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", type=kinds_of, default=(), help="in turn, with commas; all")
+    parser.add_argument("--seconds", type=float, default=0.0, help="after which no round starts")
     parser.add_argument("--world", type=int, default=4, help="most ranks of a group")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--transport", default="auto")

@@ -25,6 +25,7 @@ from pcie_comm.probe import Options, probe  # noqa: E402
 from pcie_comm.topology import codec, render  # noqa: E402
 from pcie_comm.topology.collect import collect  # noqa: E402
 from pcie_comm.topology.doctor import Case, examine, exit_code  # noqa: E402
+from pcie_comm.topology.redact import redact  # noqa: E402
 
 FAILED = 2
 
@@ -35,6 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="under 30 s on one GPU")
     parser.add_argument("--no-verify", action="store_true", help="leave level 3 out")
     parser.add_argument("--no-measure", action="store_true", help="leave level 4 out")
+    parser.add_argument("--redact", action="store_true", help="without UUIDs and names")
     parser.add_argument("--json", type=Path, help="write the report")
     parser.add_argument("--html", type=Path, help="write a page")
     return parser.parse_args(argv)
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommError as error:
         print(f"probe_topology: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
+    if options.redact:
+        host = redact(host)
     for path, text in ((options.json, codec.to_json), (options.html, render.to_html)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
