@@ -21,7 +21,7 @@ DEMO_ARGS ?= --ranks 4 $(if $(HAVE_DRIVER),,--device cpu --processes)
 
 # No ranks that must be on time: two processes share them.
 QUIET_TESTS := tests/bench tests/installation tests/kernels tests/probe tests/topology \
-  tests/test_example_install.py tests/test_model.py tests/test_snippets.py tests/test_tools.py tests/test_torch_ops.py tests/test_wheel.py
+  $(patsubst %,tests/test_%.py,build collectives example_install model snippets tools torch_ops two_shots uneven wheel wrap)
 
 REPORT ?= build/gpu_report.json
 GPU_MODULES := torch, cuda.bindings.driver, numpy, pytest, pytest_timeout, hypothesis, rich
