@@ -1,4 +1,4 @@
-"""A sum that does not fit a slot, in two shots: every rank sums a part, then all gather the parts.
+"""A large sum, in two shots: every rank sums a part, then all gather the parts.
 
 In one shot a rank gets W - 1 times the tensor from its peers; in two shots 2 * (W - 1) / W times.
 The launches are those of reduce_scatter and all_gather, pair by pair, and the first of a pair
