@@ -62,9 +62,13 @@ def in_processes(rank: int, world_size: int) -> tuple[str, ...]:
             assert gathered[0, ::4].tolist() == [2.0, 0.0]
     with PcieDcpGroup(world_size, device="cpu", config=small(protocol="push")) as ranks:
         width = 8 if rank == 1 else 4
-        with pytest.raises(MismatchError) as caught:
+        with pytest.raises((MismatchError, BrokenError)) as caught:
             ranks.all_gather_pair(*pair_of(0.0, width))
-        assert caught.value.peer == (0 if rank == 1 else 1)
+        if isinstance(caught.value, BrokenError):  # it came when the other two had given up
+            assert rank == 2
+            assert isinstance(caught.value.__cause__, PeerAbortedError)
+        else:
+            assert caught.value.peer == (0 if rank == 1 else 1)
         del caught  # its frames have views of the slabs
     gc.collect()
     assert own_files() == own_mappings() == []
