@@ -13,6 +13,7 @@ Bytes on the wire per rank: push rows * row_nbytes to each peer; pull the same, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -52,18 +53,24 @@ class Columns:
     ) -> Columns:
         """Return the tensor that plan scalars describe, see columns.column_scalars."""
         row_nbytes = Int32(scalars[0])
+        of_output = cls.output_fields(lane, row_nbytes, scalars[5:])
         return cls(
             source=source,
             source_stride=scalars[1],
             output=output,
-            output_stride=row_nbytes * lane.world_size,
             row_nbytes=row_nbytes,
             row_divisor=scalars[2],
             chunk=Int32(scalars[3]),
             chunk_divisor=scalars[4],
             nbytes=rows * row_nbytes,
             staged=staged,
+            **of_output,
         )
+
+    @classmethod
+    def output_fields(cls, lane: Lane, row_nbytes: Int32, scalars: tuple) -> dict[str, Any]:
+        """Return the fields that say where shards lie in the output."""
+        return {"output_stride": row_nbytes * lane.world_size}
 
     def within(self, rank: Int32, column: Int32, enabled: Uint32) -> Uint32:
         """Return `enabled`, or 0 behind the end of a rank's row: here rows are all equally long."""

@@ -55,6 +55,7 @@ DEVICE_MODULES = (
     "dsl",
     "dtypes",
     "fused_kernels",
+    "fused_launch",
     "gather_kernels",
     "lse_kernels",
     "norm_kernels",

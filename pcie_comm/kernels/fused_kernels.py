@@ -24,11 +24,12 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
 from . import primitives as prim
 from . import scalars as num
-from .all_gather import ColumnGather, Columns
-from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
-from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, clear_ids, sync_workers
+from .all_gather import Columns
+from .fused_launch import fused_launch
+from .protocol import DeviceObject, Lane, Staging, Wait, merge_waits, no_wait
+from .router_kernels import PAIR, QUARTERS, WORKERS, Final, Pair, sync_workers
 from .router_spec import RouterSpec
-from .tagged import TaggedGather, await_unit
+from .tagged import await_unit
 from .topk import (
     IMAGES_NBYTES,
     LIST_NBYTES,
@@ -91,7 +92,7 @@ class RouterBlock(DeviceObject):
         """Tell whether a lane judges an expert of every group."""
         return self.pair.seat < (self.rows.group_size >> Int32(2))
 
-    def fetch(self, task: Int32) -> tuple:
+    def _fetch(self, task: Int32) -> tuple:
         """Load logit and bias of the expert that a lane judges for a task."""
         rows = self.rows
         local = self._expert(task)
@@ -103,12 +104,12 @@ class RouterBlock(DeviceObject):
             prim.load_f32(rows.biases + num.wide(own + local) * 4, seated),
         )
 
-    def first_task(self) -> Int32:
-        """Return the first task of a lane's pair."""
-        return self.rows.first_task + self.pair.index
+    def prefetch(self) -> tuple:
+        """Load what `contribute` needs first: the first task's logit and bias, and all biases."""
+        return self._fetch(self.rows.first_task + self.pair.index), self._fetch_biases()
 
-    def fetch_biases(self) -> tuple:
-        """Load all biases, some by each worker; `keep_biases` puts them into shared memory."""
+    def _fetch_biases(self) -> tuple:
+        """Load all biases, some by each worker."""
         wanted = self.working & Uint32(self.rows.first_row < self.rows.last_row)
         return tuple(
             prim.load_f32(self.rows.biases + num.wide(expert) * 4, wanted & Uint32(inside))
@@ -120,9 +121,17 @@ class RouterBlock(DeviceObject):
         experts = [self.lane.thread + Int32(begin) for begin in places]
         return [(expert, expert < Int32(self.spec.num_experts)) for expert in experts]
 
+    def contribute(self, fetched: tuple) -> None:
+        """Give peers what they select from. Participants: workers. `fetched` is of `prefetch`."""
+        (logit, bias), biases = fetched
+        self._keep_biases(biases)
+        self._stage(logit, bias)
+        if self.tagged:
+            sync_workers()
+
     @cute.jit
-    def keep_biases(self, biases: tuple) -> None:
-        """Store the biases for level 3. Participants: workers; a barrier of theirs must follow."""
+    def _keep_biases(self, biases: tuple) -> None:
+        """Store the biases for level 3. A barrier of the workers must follow."""
         places = self._bias_places()
         for i in cutlass.range_constexpr(len(biases)):
             expert, inside = places[i]
@@ -131,11 +140,11 @@ class RouterBlock(DeviceObject):
                 prim.store_shared_u32(address, num.float_bits(biases[i]))
 
     @cute.jit
-    def stage(self, logit: Float32, bias: Float32) -> None:
+    def _stage(self, logit: Float32, bias: Float32) -> None:
         """Levels 1 and 2: rank the own experts of every task, stage 16 records per group.
 
-        Participants: workers. `logit` and `bias` are those of the first task. A pair that has no
-        task left meets the same barriers: racecheck orders warps by how many they have met.
+        `logit` and `bias` are those of the first task. A pair that has no task left meets the same
+        barriers: racecheck orders warps by how many they have met.
         """
         rows = self.rows
         own = (self.lane.rank << rows.group_shift) * rows.group_size
@@ -151,7 +160,7 @@ class RouterBlock(DeviceObject):
             else:
                 self.pair.sync()
                 self.pair.sync()
-            logit, bias = self.fetch(task + Int32(QUARTERS))
+            logit, bias = self._fetch(task + Int32(QUARTERS))
 
     @cute.jit
     def _send(self, index: Int32) -> None:
@@ -258,71 +267,14 @@ def fused_kernel(spec: RouterSpec, *, protocol: str, pack: int, threads: int) ->
     tasks per router block, log2 of the groups per rank, experts per group, router row stride in
     bytes; then those of the down row, see columns.column_scalars.
     """
-    if protocol == "tagged":
-        return _tagged_kernel(spec, pack, threads)
-
-    @cute.kernel
-    def gather_select(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        lane = Lane(args, threads)
-        staging = Staging(lane, protocol == "push")
-        rows, columns = split_tensors(lane, tensors, scalars)
-        router_blocks = Int32(scalars[1])
-        router = RouterBlock(staging, rows, spec)
-        gather = ColumnGather(staging, columns, lane.block - router_blocks, pack)
-        logit, bias = router.fetch(router.first_task())
-        biases = router.fetch_biases()
-        lane.enter()
-        if protocol == "push":
-            lane.await_turn(lane.block - router_blocks, Int32(scalars[2]))
-        if lane.ok != Uint32(0):
-            if lane.block >= router_blocks:
-                gather.stage()
-            elif lane.thread < Int32(WORKERS):
-                router.keep_biases(biases)
-                router.stage(logit, bias)
-        ok = lane.exchange(lane.ok)
-        if ok != Uint32(0):
-            if lane.block >= router_blocks:
-                gather.collect()
-            elif lane.thread < Int32(WORKERS):
-                router.collect(ok)
-        else:
-            clear_ids(lane, rows.ids, rows.first_row, rows.last_row, spec.top_k * 4)
-
-    return gather_select
+    return fused_launch(
+        RouterBlock, split_tensors, spec, protocol=protocol, pack=pack, threads=threads
+    )
 
 
-def _tagged_kernel(spec: RouterSpec, pack: int, threads: int) -> Any:
-    @cute.kernel
-    def gather_select_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        lane = Lane(args, threads, tagged=True)
-        rows, columns = split_tensors(lane, tensors, scalars)
-        router_blocks = Int32(scalars[1])
-        router = RouterBlock(Staging(lane, True), rows, spec, tagged=True)
-        gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
-        logit, bias = router.fetch(router.first_task())
-        biases = router.fetch_biases()
-        patient = Int32(scalars[2])
-        lane.enter()
-        late = no_wait()
-        if lane.thread >= Int32(WORKERS):
-            late = lane.watch_flags(patient)
-        elif lane.block < router_blocks:
-            router.keep_biases(biases)
-            router.stage(logit, bias)
-            sync_workers()
-            lane.be_patient(patient)
-            late = router.collect(lane.ok)
-        else:
-            gather.stage(Int32(0))
-            lane.be_patient(patient)
-            late = gather.collect(lane.ok)
-        lane.leave(late)
-
-    return gather_select_tagged
-
-
-def split_tensors(lane: Lane, tensors: tuple, scalars: tuple) -> tuple[RouterRows, Columns]:
+def split_tensors(
+    lane: Lane, spec: RouterSpec, tensors: tuple, scalars: tuple
+) -> tuple[RouterRows, Columns]:
     """Return the two halves of a fused launch's arguments."""
     down, logits, biases, down_out, weights, ids = tensors
     rows, _, _, rows_per_block, tasks_per_block, group_shift, group_size = (

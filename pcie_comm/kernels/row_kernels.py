@@ -15,6 +15,7 @@ rounded up to 8 in all, twice that with tags, plus the down shard.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -23,12 +24,13 @@ from cutlass import Int32, Int64, Uint32, cute
 from ..layout import STAGED_ALIGNMENT
 from . import primitives as prim
 from . import scalars as num
-from .all_gather import ColumnGather, Columns
+from .all_gather import Columns
+from .fused_launch import fused_launch
 from .protocol import DeviceObject, Lane, LaneArgs, Staging, Wait, merge_waits, no_wait
-from .router_kernels import WORKERS, clear_ids, sync_workers
+from .router_kernels import WORKERS, sync_workers
 from .router_rows import RowSelector
 from .router_spec import RouterSpec
-from .tagged import TaggedGather, await_unit
+from .tagged import await_unit
 from .uneven_columns import UnevenColumns
 
 UNIT_SHIFT = 3
@@ -121,20 +123,31 @@ class UnevenRows(GatheredRows):
 class GatheredRouter(DeviceObject):
     """A router block. Participants of every method: workers."""
 
-    def __init__(self, staging: Staging, rows: GatheredRows, spec: RouterSpec) -> None:
+    def __init__(
+        self, staging: Staging, rows: GatheredRows, spec: RouterSpec, tagged: bool = False
+    ) -> None:
         self.staging = staging
         self.lane = staging.lane
+        self.tagged = tagged
         self.rows = rows
         self.spec = spec
         self.selector = RowSelector(spec)
 
-    def fetch_biases(self) -> tuple:
-        """Load the biases if the block has rows; `keep_biases` of the selector stores them."""
+    def prefetch(self) -> tuple:
+        """Load the biases if the block has rows, for `contribute`."""
         if not self.spec.bias:
             return ()
         working = self.lane.thread < Int32(WORKERS)
         wanted = Uint32(working & (self.rows.first_row < self.rows.last_row))
         return self.selector.fetch_biases(self.rows.biases, wanted)
+
+    def contribute(self, biases: tuple) -> None:
+        """Give peers the own logits of the block's rows. `biases` are of `prefetch`."""
+        self.selector.keep_biases(biases)
+        if self.tagged:
+            self._send()
+        else:
+            self._stage()
 
     def _load_own(self, row: Int32, unit: Int32, enabled: Uint32) -> tuple:
         """Return two of the own logits of a row; the second one is 0 behind the last expert."""
@@ -148,7 +161,7 @@ class GatheredRouter(DeviceObject):
         return low, high
 
     @cute.jit
-    def stage(self) -> None:
+    def _stage(self) -> None:
         """Put the own logits of the block's rows, for the peers."""
         rows = self.rows
         first = rows.first_row * rows.units
@@ -161,7 +174,7 @@ class GatheredRouter(DeviceObject):
             self.staging.put(offset + Int64(4), (words[1],), 4, own=False)
 
     @cute.jit
-    def send(self) -> None:
+    def _send(self) -> None:
         """Push the own logits of the block's rows as tagged units, some threads for each peer."""
         rows, lane = self.rows, self.lane
         share = Int32(WORKER_SHIFT) - rows.peer_shift
@@ -200,9 +213,19 @@ class GatheredRouter(DeviceObject):
         peer = num.minimum(peer, lane.world_size - Int32(1))
         return peer, flat - num.quotient(flat, rows.units_divisor) * rows.units, inside
 
+    def collect(self, ok: Uint32) -> Wait:
+        """Select the block's rows. Returns how the waits ended.
+
+        Requires: `exchange` returned `ok`, or, with tags: this concludes the launch before the
+        first row is written.
+        """
+        if self.tagged:
+            return self._collect_units(ok)
+        self._collect_staged()
+        return no_wait()
+
     @cute.jit
-    def collect(self) -> None:
-        """Select the block's rows. Requires: `exchange` returned 1."""
+    def _collect_staged(self) -> None:
         rows, lane = self.rows, self.lane
         total = rows.units * lane.world_size
         for row in cutlass.range(rows.first_row, rows.last_row, unroll=1):
@@ -221,7 +244,7 @@ class GatheredRouter(DeviceObject):
             self._select(row, Uint32(1))
 
     @cute.jit
-    def collect_units(self, ok: Uint32) -> Wait:
+    def _collect_units(self, ok: Uint32) -> Wait:
         """Await the units of the block's rows, and select. Returns how the waits ended.
 
         Concludes the launch before the first row is written, that is when every peer's flag has
@@ -267,65 +290,8 @@ def gathered_kernel(
     bytes; of uneven shards, how many ranks own one expert more; then those of the down row, see
     columns.column_scalars and uneven.uneven_scalars.
     """
-    if protocol == "tagged":
-        return _tagged_kernel(spec, pack, threads, uneven)
-
-    @cute.kernel
-    def gather_rows(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        lane = Lane(args, threads)
-        staging = Staging(lane, protocol == "push")
-        rows, columns = split_tensors(lane, spec, tensors, scalars, uneven)
-        router_blocks = Int32(scalars[1])
-        router = GatheredRouter(staging, rows, spec)
-        gather = ColumnGather(staging, columns, lane.block - router_blocks, pack)
-        biases = router.fetch_biases()
-        lane.enter()
-        if protocol == "push":
-            lane.await_turn(lane.block - router_blocks, Int32(scalars[2]))
-        if lane.ok != Uint32(0):
-            if lane.block >= router_blocks:
-                gather.stage()
-            elif lane.thread < Int32(WORKERS):
-                router.selector.keep_biases(biases)
-                router.stage()
-        ok = lane.exchange(lane.ok)
-        if ok != Uint32(0):
-            if lane.block >= router_blocks:
-                gather.collect()
-            elif lane.thread < Int32(WORKERS):
-                router.collect()
-        else:
-            clear_ids(lane, rows.ids, rows.first_row, rows.last_row, spec.top_k * 4)
-
-    return gather_rows
-
-
-def _tagged_kernel(spec: RouterSpec, pack: int, threads: int, uneven: bool) -> Any:
-    @cute.kernel
-    def gather_rows_tagged(args: LaneArgs, tensors: tuple, scalars: tuple) -> None:
-        lane = Lane(args, threads, tagged=True)
-        rows, columns = split_tensors(lane, spec, tensors, scalars, uneven)
-        router_blocks = Int32(scalars[1])
-        router = GatheredRouter(Staging(lane, True), rows, spec)
-        gather = TaggedGather(lane, (columns,), lane.block - router_blocks, pack)
-        biases = router.fetch_biases()
-        patient = Int32(scalars[2])
-        lane.enter()
-        late = no_wait()
-        if lane.thread >= Int32(WORKERS):
-            late = lane.watch_flags(patient)
-        elif lane.block < router_blocks:
-            router.selector.keep_biases(biases)
-            router.send()
-            lane.be_patient(patient)
-            late = router.collect_units(lane.ok)
-        else:
-            gather.stage(Int32(0))
-            lane.be_patient(patient)
-            late = gather.collect(lane.ok)
-        lane.leave(late)
-
-    return gather_rows_tagged
+    split = partial(split_tensors, uneven=uneven)
+    return fused_launch(GatheredRouter, split, spec, protocol=protocol, pack=pack, threads=threads)
 
 
 def split_tensors(

@@ -32,27 +32,15 @@ class UnevenColumns(Columns):
     NUM_SCALARS = 10
 
     @classmethod
-    def of(
-        cls, lane: Lane, rows: Int32, staged: Int64, source: Int64, output: Int64, scalars: Any
-    ) -> UnevenColumns:
-        """Return the tensor that plan scalars describe, see uneven.uneven_scalars."""
-        row_nbytes = Int32(scalars[0])
-        return cls(
-            source=source,
-            source_stride=scalars[1],
-            output=output,
-            output_stride=scalars[5],
-            row_nbytes=row_nbytes,
-            row_divisor=scalars[2],
-            chunk=Int32(scalars[3]),
-            chunk_divisor=scalars[4],
-            nbytes=rows * row_nbytes,
-            staged=staged,
-            rank_stride=scalars[6],
-            extra=Int32(scalars[7]),
-            unit=Int32(scalars[8]),
-            lack=Int32(scalars[9]),
-        )
+    def output_fields(cls, lane: Lane, row_nbytes: Int32, scalars: Any) -> dict[str, Any]:
+        """Return the fields that say where shards lie, by the scalars of uneven.uneven_scalars."""
+        return {
+            "output_stride": scalars[0],
+            "rank_stride": scalars[1],
+            "extra": Int32(scalars[2]),
+            "unit": Int32(scalars[3]),
+            "lack": Int32(scalars[4]),
+        }
 
     def within(self, rank: Int32, column: Int32, enabled: Uint32) -> Uint32:
         """Return `enabled`, or 0 behind the end of a rank's row."""
