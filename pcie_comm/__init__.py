@@ -27,15 +27,8 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .group import PcieDcpGroup
-    from .kernels.registry import (
-        Collective,
-        KernelKey,
-        OutputSpec,
-        Plan,
-        PlanInfo,
-        TensorMeta,
-        register,
-    )
+    from .kernels.collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+    from .kernels.registry import register
     from .kernels.router_spec import KIMI_K3, RouterSpec
     from .local import LocalWorld, local_world
     from .standalone import kimi_topk16, router_topk
@@ -81,15 +74,15 @@ __all__ = [
 
 _HOMES = {
     "group": ("PcieDcpGroup",),
-    "kernels.registry": (
+    "kernels.collective": (
         "Collective",
         "KernelKey",
         "OutputSpec",
         "Plan",
         "PlanInfo",
         "TensorMeta",
-        "register",
     ),
+    "kernels.registry": ("register",),
     "kernels.router_spec": ("KIMI_K3", "RouterSpec"),
     "local": ("LocalWorld", "local_world"),
     "standalone": ("kimi_topk16", "router_topk"),

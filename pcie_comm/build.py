@@ -23,8 +23,9 @@ from .calls import fused_collective, router_collective
 from .errors import CommError, CompileError, InvalidArgumentError, UnsupportedError
 from .kernels import compile as compiler
 from .kernels import cubin
+from .kernels.collective import Collective, KernelKey
 from .kernels.plan_checks import variants_of
-from .kernels.registry import Collective, KernelKey, collectives, find
+from .kernels.registry import collectives, find
 from .kernels.router_presets import PRESETS
 from .kernels.router_spec import RouterSpec
 from .probe.kernels import PROBES

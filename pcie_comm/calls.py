@@ -10,7 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .errors import InvalidArgumentError
-from .kernels.registry import Collective, check_collective, find
+from .kernels.collective import Collective, check_collective
+from .kernels.registry import find
 from .kernels.router_spec import KIMI_K3, RouterSpec
 
 

@@ -20,10 +20,10 @@ from . import interop, ranges, tracing
 from .calls import Calls, fused_collective
 from .cuda_engine import BoundLaunch, CudaEngine
 from .errors import BrokenError, ClosedError, InvalidArgumentError, UnsupportedError
+from .kernels.collective import Collective, Plan, PlanInfo
 from .kernels.launch import LoadedKernel
 from .kernels.pieces import Piece, any_rows, owner_of, plan_call
 from .kernels.plan_checks import check_plan, make_plan
-from .kernels.registry import Collective, Plan, PlanInfo
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .piece_launches import PieceLaunches
 from .policy import explain

@@ -15,9 +15,9 @@ from . import driver, ranges
 from .config import Config
 from .counters import DeviceCounters
 from .errors import BusyError, CommError, CompileError, CudaError, UnsupportedError
+from .kernels.collective import Collective, KernelKey, Plan
 from .kernels.launch import Arguments, LoadedKernel, load
 from .kernels.plan_checks import blaming, variants_of
-from .kernels.registry import Collective, KernelKey, Plan
 from .kernels.store import KernelStore
 from .layout import MAX_BLOCKS, TIMER_SHIFT, ControlLayout, SlabLayout, StatusLayout
 from .policy import launches_at_once, places

@@ -23,7 +23,7 @@ from .watch.cause import doubts
 
 if TYPE_CHECKING:
     from .dist_engine import DistEngine
-    from .kernels.registry import Plan
+    from .kernels.collective import Plan
 
 HINDSIGHT_S = 0.5
 """Time that the watches of all hosts get to find out why a connection broke."""

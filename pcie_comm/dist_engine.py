@@ -34,7 +34,7 @@ from .watch.cause import Cause
 
 if TYPE_CHECKING:
     from .group import PcieDcpGroup
-    from .kernels.registry import Collective, Plan
+    from .kernels.collective import Collective, Plan
 
 SPINS_BEFORE_SLEEP = 50
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 1e-3

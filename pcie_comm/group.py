@@ -29,8 +29,9 @@ from .errors import (
     InvalidArgumentError,
 )
 from .host_engine import HostEngine
+from .kernels.collective import Collective, PlanInfo, check_collective
 from .kernels.plan_checks import blaming, check_rows
-from .kernels.registry import Collective, PlanInfo, check_collective, find, for_count
+from .kernels.registry import find, for_count
 from .kernels.router_spec import RouterSpec
 from .kernels.store import KernelStore
 from .layout import SlabLayout

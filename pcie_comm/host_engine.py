@@ -15,7 +15,7 @@ import torch
 
 from .counters import HostCounters
 from .errors import MismatchError, PeerTimeoutError
-from .kernels.registry import Plan
+from .kernels.collective import Plan
 from .layout import (
     EPOCH_MASK,
     STAGED_ALIGNMENT,

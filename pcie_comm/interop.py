@@ -22,7 +22,7 @@ from .errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from .channel import Channel
-    from .kernels.registry import Collective
+    from .kernels.collective import Collective
 
 
 def issue(lane: Channel, collective: Collective, arrays: Sequence[Any], out: Any) -> Any:

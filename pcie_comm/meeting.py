@@ -14,8 +14,9 @@ from .bootstrap import Bootstrap, agree, compare
 from .config import Config
 from .crossovers import Crossovers, from_limits
 from .errors import CommWarning, CompileError, UnsupportedError
+from .kernels.collective import Collective
 from .kernels.compile import fingerprint
-from .kernels.registry import Collective, collectives
+from .kernels.registry import collectives
 from .layout import MAX_BLOCKS
 from .policy import choose_transport, resident_budget
 from .policy_file import load_crossovers

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from .cuda_engine import BoundLaunch
+from .kernels.collective import Plan
 from .kernels.pieces import Piece
-from .kernels.registry import Plan
 
 
 class PieceLaunches:

@@ -15,8 +15,8 @@ import torch
 
 from .counters import HostCounters
 from .errors import BusyError, CommError
+from .kernels.collective import Collective, Plan
 from .kernels.plan_checks import run_reference
-from .kernels.registry import Collective, Plan
 from .layout import STAGED_ALIGNMENT, align_up
 from .tensors import byte_view
 from .watch.cause import Cause

@@ -14,7 +14,7 @@ from .config import Config
 from .cuda_engine import CudaEngine
 from .errors import InvalidArgumentError
 from .host_engine import HostEngine
-from .kernels.registry import PlanInfo
+from .kernels.collective import PlanInfo
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .kernels.store import KernelStore
 from .layout import SlabLayout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import InvalidArgumentError
-from .kernels.registry import OutputSpec, TensorMeta
+from .kernels.collective import OutputSpec, TensorMeta
 
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

@@ -25,8 +25,8 @@ from . import tracing
 from .calls import fused_collective, router_collective
 from .channel import Channel
 from .kernels import registry
+from .kernels.collective import Collective, TensorMeta
 from .kernels.pieces import any_rows
-from .kernels.registry import Collective, TensorMeta
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .standalone import lane_for
 from .tensors import torch_dtype

@@ -19,7 +19,7 @@ from .errors import ClosedError, InvalidArgumentError
 if TYPE_CHECKING:
     from .calls import Calls
     from .channel import Channel
-    from .kernels.registry import Collective
+    from .kernels.collective import Collective
 
 unordered = ""
 """Why calls cannot be traced; empty where they can."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pcie_comm.kernels.registry import Collective, find
+from pcie_comm.kernels.collective import Collective
+from pcie_comm.kernels.registry import find
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}

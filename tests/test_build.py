@@ -23,7 +23,8 @@ from pcie_comm.errors import CompileError, InvalidArgumentError, UnsupportedErro
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import cubin
 from pcie_comm.kernels import store as stores
-from pcie_comm.kernels.registry import KernelKey, collectives, find
+from pcie_comm.kernels.collective import KernelKey
+from pcie_comm.kernels.registry import collectives, find
 from pcie_comm.kernels.router_presets import PRESETS
 from pcie_comm.kernels.store import KernelStore
 

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pcie_comm.errors import InvalidArgumentError, UnsupportedError
+from pcie_comm.kernels.collective import OutputSpec, PlanInfo, TensorMeta
 from pcie_comm.kernels.columns import GATHERED_DTYPES, PACKS, pack_width, row_nbytes, stride_nbytes
 from pcie_comm.kernels.plan_checks import check_plan, make_plan
-from pcie_comm.kernels.registry import OutputSpec, PlanInfo, TensorMeta, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.layout import MAX_WORLD
 from pcie_comm.rank_order import group_order
 from pcie_comm.tensors import alignment_of, check_outputs, dense, meta_of

@@ -314,7 +314,7 @@ def test_a_bug_is_no_one_line_error(monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, terminal):
     from pcie_comm.build import Built, Job
-    from pcie_comm.kernels.registry import KernelKey
+    from pcie_comm.kernels.collective import KernelKey
 
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)

@@ -12,8 +12,9 @@ from worlds import small
 from pcie_comm import InvalidArgumentError, UnsupportedError, local_world
 from pcie_comm.kernels.all_gathers import AllGather
 from pcie_comm.kernels.all_reduce_norm import AllReduceRmsNorm
+from pcie_comm.kernels.collective import PlanInfo
 from pcie_comm.kernels.plan_checks import check_plan, make_plan
-from pcie_comm.kernels.registry import PlanInfo, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.tensors import meta_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -18,8 +18,9 @@ from worlds import small
 from pcie_comm import InvalidArgumentError, MismatchError, UnsupportedError, local_world
 from pcie_comm.kernels import pieces as module
 from pcie_comm.kernels.all_gather_pair import AllGatherPair
+from pcie_comm.kernels.collective import Collective, PlanInfo, TensorMeta
 from pcie_comm.kernels.pieces import plan_call
-from pcie_comm.kernels.registry import Collective, PlanInfo, TensorMeta, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.tensors import meta_of
 
 PROTOCOLS = ("push", "pull", "tagged", "auto")

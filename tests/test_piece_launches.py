@@ -10,7 +10,8 @@ import torch
 from pcie_comm.channel import Channel
 from pcie_comm.cuda_engine import BoundLaunch, CudaEngine
 from pcie_comm.errors import CompileError
-from pcie_comm.kernels.registry import PlanInfo, find
+from pcie_comm.kernels.collective import PlanInfo
+from pcie_comm.kernels.registry import find
 from pcie_comm.piece_launches import PieceLaunches
 
 SEGMENT = 4096

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pcie_comm import policy
 from pcie_comm.crossovers import VRAM, Limits
+from pcie_comm.kernels.collective import PlanInfo, TensorMeta
 from pcie_comm.kernels.columns import GATHERED_DTYPES
-from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.layout import (
     MAX_BLOCKS,
     MAX_WORLD,

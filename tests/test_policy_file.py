@@ -11,8 +11,9 @@ from worlds import LIMIT_S, build_each, pair_of, small
 from pcie_comm import CommError, Config, InvalidArgumentError, MismatchError, local_world
 from pcie_comm.channel import Channel
 from pcie_comm.crossovers import REPORT_FORMAT, Crossovers, Limits
+from pcie_comm.kernels.collective import PlanInfo, TensorMeta
 from pcie_comm.kernels.plan_checks import make_plan
-from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.policy_file import load_crossovers
 
 

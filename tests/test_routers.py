@@ -188,8 +188,8 @@ def test_equal_shares_of_what_does_not_divide_are_refused():
 def test_every_plan_fits_its_kernel():
     """As many scalars as the kernel takes, a kernel that exists, and blocks for every row."""
     from pcie_comm.calls import fused_collective
+    from pcie_comm.kernels.collective import PlanInfo, TensorMeta
     from pcie_comm.kernels.plan_checks import check_plan, make_plan
-    from pcie_comm.kernels.registry import PlanInfo, TensorMeta
 
     for spec, world, protocol in itertools.product(
         SPECS.values(), (1, 2, 3, 4, 8, 16), ("push", "pull", "tagged", "auto")

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcie_comm.kernels import two_shots as module
+from pcie_comm.kernels.collective import PlanInfo, TensorMeta
 from pcie_comm.kernels.pieces import owner_of, plan_call
-from pcie_comm.kernels.registry import PlanInfo, TensorMeta, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.policy import shots_of_sum
 
 ITEM = 4

@@ -18,8 +18,9 @@ from pcie_comm import (
     router_topk,
 )
 from pcie_comm.kernels.all_gathers import AllGather
+from pcie_comm.kernels.collective import PlanInfo
 from pcie_comm.kernels.pieces import plan_call
-from pcie_comm.kernels.registry import PlanInfo, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.kernels.router_presets import DEEPSEEK_V3, GPT_OSS_20B
 from pcie_comm.kernels.uneven import UNEVEN, Shares
 from pcie_comm.tensors import meta_of

@@ -13,8 +13,9 @@ import torch
 from ..channel import KNOWN_PROTOCOLS
 from ..errors import CompileError
 from ..group import PcieDcpGroup
+from ..kernels.collective import Collective
 from ..kernels.plan_checks import make_plan
-from ..kernels.registry import Collective, find
+from ..kernels.registry import find
 from ..local import LocalWorld
 from ..standalone import kimi_topk16
 from ..tensors import meta_of

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+from ..kernels.collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

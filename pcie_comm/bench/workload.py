@@ -27,8 +27,9 @@ from ..demo.calls import (
     random_bits,
 )
 from ..errors import UnsupportedError
+from ..kernels.collective import PlanInfo
 from ..kernels.plan_checks import blaming, make_plan
-from ..kernels.registry import PlanInfo, find
+from ..kernels.registry import find
 from ..layout import LINE_NBYTES, MAX_BLOCKS, STAGED_ALIGNMENT, align_up
 from ..standalone import kimi_topk16
 from ..tensors import close, meta_of

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from ..errors import InvalidArgumentError
+from .collective import Plan, PlanInfo, TensorMeta
 from .columns import check_columns
 from .gathers import Gather
-from .registry import Plan, PlanInfo, TensorMeta
 
 
 class AllGatherHeads(Gather):

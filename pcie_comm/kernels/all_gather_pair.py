@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .collective import Plan, PlanInfo, TensorMeta
 from .columns import check_columns
 from .gathers import Gather
-from .registry import Plan, PlanInfo, TensorMeta
 
 
 class AllGatherPair(Gather):

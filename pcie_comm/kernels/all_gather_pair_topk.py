@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES, STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, pace, split_fused_grid
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, PACKS, check_columns, column_scalars, pack_width, row_nbytes
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router import check_router, is_kimi, is_wide, variant_of
 from .router_spec import KIMI_K3, RouterSpec
 from .uneven import UNEVEN, Shares, check_share

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgumentError
+from .collective import Collective, KernelKey, Plan, PlanInfo, TensorMeta
 from .columns import check_columns
 from .gathers import Gather
-from .registry import Collective, KernelKey, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

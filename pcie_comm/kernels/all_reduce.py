@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..policy import shots_of_sum
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, row_nbytes, share_of_bytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

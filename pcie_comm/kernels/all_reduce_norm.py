@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, check_columns, row_nbytes, stride_nbytes
 from .reductions import Parts, check_reduced, plan_reduction, reduce_variants
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

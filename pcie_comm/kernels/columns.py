@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import InvalidArgumentError
 from ..layout import PACK_NBYTES, STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, gather_grid, pace
-from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+from .collective import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 PACKS = {"push": (16, 4, 1), "pull": (16, 4, 1), "tagged": (8, 1)}
 """Bytes per load and store: the widest that address, stride and row size allow is used."""

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CompileError
-from .registry import Collective, KernelKey, title
+from .collective import Collective, KernelKey, title
 
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 

@@ -10,8 +10,8 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 
 from . import primitives as prim
+from .collective import Collective, KernelKey
 from .protocol import LaneArgs
-from .registry import Collective, KernelKey
 
 _compiling = threading.Lock()
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, gather_variants, plan_gather
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .uneven import UNEVEN, Shares, check_share, plan_part, plan_uneven, uneven_variants
 
 if TYPE_CHECKING:

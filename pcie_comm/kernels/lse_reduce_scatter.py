@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, check_columns, share, stride_nbytes
 from .reductions import Parts, check_reduced, divided, plan_reduction, reduce_variants
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedError
 from ..tensors import torch_dtype
+from .collective import Collective, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import row_nbytes, stride_nbytes
 from .plan_checks import check_plan, make_plan
-from .registry import Collective, OutputSpec, Plan, PlanInfo, TensorMeta, find
+from .registry import find
 
 MOST_ROWS = 1 << 31
 """More than any call has: the rows of a collective that can be cut are limited by nothing."""

@@ -11,7 +11,7 @@ import torch
 from ..errors import CommError, InvalidArgumentError, UnsupportedError
 from ..layout import LINE_NBYTES, align_up
 from ..tensors import torch_dtype
-from .registry import Collective, KernelKey, Plan, PlanInfo, TensorMeta, title
+from .collective import Collective, KernelKey, Plan, PlanInfo, TensorMeta, title
 
 MAX_THREADS = 1024
 """Threads that a block may have on every GPU."""

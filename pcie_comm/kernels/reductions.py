@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, gather_grid, pace
+from .collective import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import check_columns, stride_nbytes
-from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 REDUCED_DTYPES = ("bfloat16", "float16", "float32")
 PACKS = {"push": (16, 4), "pull": (16, 4), "tagged": (8, 4)}

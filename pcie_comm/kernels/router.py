@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .router_spec import KIMI_K3, RouterSpec
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 from ..archs import native_arch, runs_on
 from ..errors import CompileError
 from . import compile as compiler
+from .collective import Collective, KernelKey
 from .compile import CompiledKernel, fingerprint
-from .registry import Collective, KernelKey
 
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 """The kernels in the wheel, which `make wheel` compiles; not there in an install from source."""

@@ -19,10 +19,11 @@ from dataclasses import replace
 
 from ..layout import STAGED_ALIGNMENT
 from ..policy import protocols_of
+from .collective import Collective, Plan, PlanInfo, TensorMeta
 from .columns import row_nbytes, stride_nbytes
 from .pieces import Piece, aligned
 from .reductions import Parts, plan_reduction
-from .registry import Collective, Plan, PlanInfo, TensorMeta, find
+from .registry import find
 
 SUM, GATHER = "reduce_scatter", "all_gather"
 PACK = 16

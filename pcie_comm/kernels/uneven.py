@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ..errors import InvalidArgumentError
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, gather_grid, pace
+from .collective import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import share, share_of_bytes, stride_nbytes
-from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 UNEVEN = "uneven"
 """Ends the variant of the kernels."""

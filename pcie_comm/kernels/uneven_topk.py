@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..layout import STAGED_ALIGNMENT, align_up, divisor
 from ..policy import choose_protocol, pace, split_fused_grid
-from .registry import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
+from .collective import KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .uneven import UNEVEN, Shares, shapes_of, uneven_pack, uneven_scalars
 
 PACKS = {"push": (16, 2, 1), "pull": (16, 2, 1), "tagged": (8, 2, 1)}

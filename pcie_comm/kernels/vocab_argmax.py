@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..policy import choose_protocol
+from .collective import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 from .columns import BLOCK, row_nbytes, stride_nbytes
 from .reductions import REDUCED_DTYPES, check_reduced, pack_of
-from .registry import Collective, KernelKey, OutputSpec, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

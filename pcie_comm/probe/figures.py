@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..kernels.registry import KernelKey
+from ..kernels.collective import KernelKey
 from ..topology.probed import (
     COPY_ENGINE,
     HOST,

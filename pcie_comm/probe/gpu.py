@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from .. import driver
+from ..kernels.collective import KernelKey
 from ..kernels.launch import Arguments, LoadedKernel, load
-from ..kernels.registry import KernelKey
 from ..kernels.store import KernelStore
 from ..transport.cuda_memory import CudaDevice
 from .kernels import PROBES

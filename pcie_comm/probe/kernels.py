@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
-from ..kernels.registry import Collective, KernelKey, Plan, PlanInfo, TensorMeta
+from ..kernels.collective import Collective, KernelKey, Plan, PlanInfo, TensorMeta
 
 if TYPE_CHECKING:
     import torch

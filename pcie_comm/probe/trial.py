@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.registry import KernelKey
+from ..kernels.collective import KernelKey
 from ..topology.probed import HOST, PINNED
 from .gpu import Gpu
 from .lab import Lab, zero_by_owner

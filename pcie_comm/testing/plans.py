@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..kernels.collective import Plan
 from ..kernels.plan_checks import check_plan, variants_of
-from ..kernels.registry import Plan
 from ..layout import MAX_BLOCKS
 from ..tensors import torch_dtype
 from .subject import Subject

@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 
 from ..errors import UnsupportedError
+from ..kernels.collective import Collective, Plan, PlanInfo, title
 from ..kernels.plan_checks import blaming, make_plan, run_reference
-from ..kernels.registry import Collective, Plan, PlanInfo, title
 from ..layout import MAX_BLOCKS
 from ..tensors import close, dense, meta_of, torch_dtype
 

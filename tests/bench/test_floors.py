@@ -6,8 +6,9 @@ import pytest
 
 from pcie_comm import build, local_world
 from pcie_comm.bench.floors import FLOORS, Empty, Evict, Handshake
+from pcie_comm.kernels.collective import PlanInfo, TensorMeta
 from pcie_comm.kernels.plan_checks import check_plan, make_plan
-from pcie_comm.kernels.registry import PlanInfo, TensorMeta, collectives
+from pcie_comm.kernels.registry import collectives
 
 ARCH = "sm_90a"
 INFO = PlanInfo(0, 8, "push", 1 << 20, 64, 16)

@@ -17,7 +17,8 @@ from pcie_comm.bench.options import OPERATIONS, SHARED, VRAM, Options, parse
 from pcie_comm.bench.program import main
 from pcie_comm.bench.report import crossovers
 from pcie_comm.kernels import registry
-from pcie_comm.kernels.registry import PlanInfo, find
+from pcie_comm.kernels.collective import Collective, PlanInfo
+from pcie_comm.kernels.registry import find
 
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--ranks", "2", "--rows", "1", "--samples", "3", "--ops", "1"]
@@ -104,7 +105,7 @@ def test_slots_hold_the_largest_call(example):
 def test_what_cannot_be_timed_says_why(example, monkeypatch, capsys):
     with pytest.raises(InvalidArgumentError, match="or another registered collective"):
         parse(["--op", "gossip"])
-    monkeypatch.setattr(type(example), "example_inputs", registry.Collective.example_inputs)
+    monkeypatch.setattr(type(example), "example_inputs", Collective.example_inputs)
     assert main([*TINY, "--op", example.name]) == 2
     assert "the plugin has no example_inputs" in capsys.readouterr().err
     monkeypatch.setattr(type(example), "example_inputs", lambda self, *_: 1 / 0)

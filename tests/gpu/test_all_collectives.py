@@ -11,7 +11,7 @@ from collective_cases import CASES, Case, wrong
 
 from pcie_comm import Config, local_world
 from pcie_comm.bench.floors import Handshake
-from pcie_comm.kernels.registry import Collective
+from pcie_comm.kernels.collective import Collective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -13,8 +13,8 @@ from ptx_machine import Launch, Machine, Program
 
 from pcie_comm.crossovers import VRAM
 from pcie_comm.kernels import compile as compiler
+from pcie_comm.kernels.collective import Collective, KernelKey, Plan, PlanInfo
 from pcie_comm.kernels.pieces import Piece, owner_of, plan_call
-from pcie_comm.kernels.registry import Collective, KernelKey, Plan, PlanInfo
 from pcie_comm.layout import MAX_WORLD, ControlLayout, CountLayout, SlabLayout, StatusLayout
 from pcie_comm.stats import WORDS, ChannelStats, Records, channel_stats
 from pcie_comm.tensors import alignment_of, byte_view, meta_of, torch_dtype

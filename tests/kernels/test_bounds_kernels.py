@@ -14,7 +14,8 @@ from ptx_code import Ptx
 from sass_code import Sass
 
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.registry import KernelKey, find
+from pcie_comm.kernels.collective import KernelKey
+from pcie_comm.kernels.registry import find
 from pcie_comm.kernels.store import KernelStore
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))

@@ -16,7 +16,8 @@ from sass_code import Sass, usage_findings
 
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import primitives, protocol, tagged
-from pcie_comm.kernels.registry import KernelKey, find
+from pcie_comm.kernels.collective import KernelKey
+from pcie_comm.kernels.registry import find
 
 PLAIN = KernelKey("all_gather_heads", ("pull", 16))
 TAGGED = KernelKey("all_gather_heads", ("tagged", 8))

@@ -12,8 +12,8 @@ import pytest
 
 from pcie_comm.errors import CompileError
 from pcie_comm.kernels import compile as compiler
+from pcie_comm.kernels.collective import KernelKey
 from pcie_comm.kernels.compile import CompiledKernel
-from pcie_comm.kernels.registry import KernelKey
 
 KEY, ARCH = KernelKey("gather", ("push", 16)), "sm_90a"
 REBUILDS = 200

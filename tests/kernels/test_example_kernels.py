@@ -22,7 +22,7 @@ from ptx_world import World
 
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import protocol
-from pcie_comm.kernels.registry import KernelKey
+from pcie_comm.kernels.collective import KernelKey
 from pcie_comm.layout import ControlLayout, StatusLayout
 from pcie_comm.tensors import meta_of
 from pcie_comm.testing import ConformanceError, Subject, guard, kernels

@@ -13,7 +13,8 @@ from machine_code import Kind, caught
 from ptx_code import CLAIM, Ptx
 
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.registry import KernelKey, find
+from pcie_comm.kernels.collective import KernelKey
+from pcie_comm.kernels.registry import find
 
 STAGED = Kind(communicates=True, tagged=False, overlaps=True)
 TAGGED = Kind(communicates=True, tagged=True, overlaps=True)

@@ -16,7 +16,7 @@ from sass_code import Sass, usage_findings
 from pcie_comm import policy
 from pcie_comm.calls import fused_collective, router_collective
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.registry import Collective, KernelKey
+from pcie_comm.kernels.collective import Collective, KernelKey
 from pcie_comm.kernels.router import is_wide
 from pcie_comm.kernels.router_presets import PRESETS
 from pcie_comm.kernels.router_spec import RouterSpec

@@ -14,7 +14,8 @@ from sass_code import FENCE, INVALIDATE, Sass, usage_findings
 from sass_values import behind
 
 from pcie_comm.kernels import compile as compiler
-from pcie_comm.kernels.registry import KernelKey, find
+from pcie_comm.kernels.collective import KernelKey
+from pcie_comm.kernels.registry import find
 
 STAGED = Kind(communicates=True, tagged=False, overlaps=True)
 

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from pcie_comm import build, cli
 from pcie_comm.kernels import compile as compiler
 from pcie_comm.kernels import waits
+from pcie_comm.kernels.collective import KernelKey
 from pcie_comm.kernels.protocol import Lane
-from pcie_comm.kernels.registry import KernelKey, find
+from pcie_comm.kernels.registry import find
 from pcie_comm.kernels.store import KernelStore
 
 ARCH = "sm_90a"

@@ -13,7 +13,8 @@ import pytest
 
 from pcie_comm import build
 from pcie_comm.errors import UnsupportedError
-from pcie_comm.kernels.registry import PlanInfo, TensorMeta, collectives
+from pcie_comm.kernels.collective import PlanInfo, TensorMeta
+from pcie_comm.kernels.registry import collectives
 from pcie_comm.probe import runner
 from pcie_comm.probe.kernels import PROBES
 

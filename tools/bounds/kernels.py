@@ -20,8 +20,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from pcie_comm.kernels import compile as compiler  # noqa: E402
 from pcie_comm.kernels import fused_kernels, tagged  # noqa: E402
 from pcie_comm.kernels import primitives as prim  # noqa: E402
+from pcie_comm.kernels.collective import KernelKey  # noqa: E402
 from pcie_comm.kernels.protocol import Lane, Wait, no_wait  # noqa: E402
-from pcie_comm.kernels.registry import KernelKey, find  # noqa: E402
+from pcie_comm.kernels.registry import find  # noqa: E402
 from soak.kernels import Replaced, replaced  # noqa: E402
 
 OPS = ("all_gather_pair", "all_gather_pair_kimi_topk")

@@ -17,7 +17,7 @@ import torch
 
 from pcie_comm import group as group_module
 from pcie_comm.host_engine import HostEngine
-from pcie_comm.kernels.registry import Plan
+from pcie_comm.kernels.collective import Plan
 from pcie_comm.layout import SlabLayout, flag_value, slot_of
 from pcie_comm.transport.base import PeerMap
 

@@ -35,9 +35,10 @@ from cutlass.cutlass_dsl import dsl_user_op  # noqa: E402
 from pcie_comm.kernels import compile as compiler  # noqa: E402
 from pcie_comm.kernels import primitives as prim  # noqa: E402
 from pcie_comm.kernels import scalars as num  # noqa: E402
+from pcie_comm.kernels.collective import KernelKey  # noqa: E402
 from pcie_comm.kernels.fused_kernels import RouterBlock  # noqa: E402
 from pcie_comm.kernels.protocol import Lane  # noqa: E402
-from pcie_comm.kernels.registry import KernelKey, find  # noqa: E402
+from pcie_comm.kernels.registry import find  # noqa: E402
 from pcie_comm.kernels.tagged import TaggedGather  # noqa: E402
 from pcie_comm.layout import SlabLayout  # noqa: E402
 
