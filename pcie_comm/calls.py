@@ -40,7 +40,7 @@ def fused_collective(spec: RouterSpec, width: int | None = None) -> Collective:
     return known
 
 
-def _pair_of(widths: object) -> Collective:
+def pair_of(widths: object) -> Collective:
     """Return the plugin for gathered rows of these widths, the same object for the same ones.
 
     Raises:
@@ -56,7 +56,7 @@ def _pair_of(widths: object) -> Collective:
     return known
 
 
-def _heads_of(heads: object) -> Collective:
+def heads_of(heads: object) -> Collective:
     """Return the plugin for so many heads, the same object for the same number.
 
     Raises:
@@ -179,15 +179,12 @@ class Calls:
             BrokenError: The channel failed earlier.
         """
         tensors = (local_first, local_second)
-        if widths is not None:
-            results: tuple[torch.Tensor, torch.Tensor]
-            results = self.run(_pair_of(widths), *tensors, out=out)
+        results: tuple[torch.Tensor, torch.Tensor]
+        if is_dynamo_compiling():
+            results = tracing.call(self, "all_gather_pair", tensors, out, widths=widths)
             return results
-        results = (
-            tracing.call(self, "all_gather_pair", tensors, out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_pair"), tensors, out)
-        )
+        plugin = find("all_gather_pair") if widths is None else pair_of(widths)
+        results = self._issue(plugin, tensors, out)
         return results
 
     def all_gather_heads(
@@ -211,14 +208,12 @@ class Calls:
             InvalidArgumentError: Shape, dtype, device, stride or size; nothing was enqueued.
             BrokenError: The channel failed earlier.
         """
-        if heads is not None:
-            uneven: torch.Tensor = self.run(_heads_of(heads), local_heads, out=out)
-            return uneven
-        gathered: torch.Tensor = (
-            tracing.call(self, "all_gather_heads", (local_heads,), out)
-            if is_dynamo_compiling()
-            else self._issue(find("all_gather_heads"), (local_heads,), out)
-        )
+        gathered: torch.Tensor
+        if is_dynamo_compiling():
+            gathered = tracing.call(self, "all_gather_heads", (local_heads,), out, heads=heads)
+            return gathered
+        plugin = find("all_gather_heads") if heads is None else heads_of(heads)
+        gathered = self._issue(plugin, (local_heads,), out)
         return gathered
 
     def all_gather_pair_topk(
@@ -254,7 +249,11 @@ class Calls:
             UnsupportedError: There are fewer experts than ranks.
             BrokenError: The channel failed earlier.
         """
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        tensors: tuple[Any, ...] = (local_down, local_router, correction_bias)
+        if is_dynamo_compiling():
+            results = tracing.call_fused(self, spec, tensors, out, width)
+            return results
         router = fused_collective(spec, width)
-        tensors = router_inputs(router, spec, local_down, local_router, correction_bias)
-        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._issue(router, tensors, out)
+        results = self._issue(router, router_inputs(router, spec, *tensors), out)
         return results

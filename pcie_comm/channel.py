@@ -141,7 +141,7 @@ class Collectives(Calls):
         """
         tensors = (local_down, local_router, correction_bias)
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            tracing.call(self, "all_gather_pair_kimi_topk", tensors, out, spec.numerics)
+            tracing.call_fused(self, spec, tensors, out)
             if is_dynamo_compiling()
             else self._issue(fused_collective(spec), tensors, out)
         )

@@ -90,6 +90,9 @@ def router_topk(
 
     Source: the router contract in `pcie_comm.kernels.router_spec`.
     """
+    if is_dynamo_compiling():
+        weights, ids = tracing.call_router(spec, (router_logits, correction_bias), out)
+        return weights, ids
     router = router_collective(spec)
     lane = _lane(_device_of(router_logits, router.name))
     tensors = router_inputs(router, spec, router_logits, correction_bias)
@@ -123,10 +126,4 @@ def kimi_topk16(
 
     Source: the router contract in `pcie_comm.kernels.router_spec`.
     """
-    if is_dynamo_compiling():
-        results = torch.ops.pcie_comm.kimi_topk16(
-            router_logits, correction_bias, numerics=spec.numerics
-        )
-        weights, ids = tracing.give("kimi_topk16", results, out)
-        return weights, ids
     return router_topk(router_logits, correction_bias, spec, out)

@@ -2,12 +2,16 @@
 
 Every registered plugin has two, in which `group` is the handle of a group or channel:
 
-    NAME(str group, Tensor tensor0, ...) -> (Tensor, ...)
-    NAME.out(str group, Tensor tensor0, ..., *, Tensor(a!) out0, ...) -> ()
+    NAME(str group, Tensor tensor0, ..., *, OPTIONS) -> (Tensor, ...)
+    NAME.out(str group, Tensor tensor0, ..., *, OPTIONS, Tensor(a!) out0, ...) -> ()
 
-`kimi_topk16` needs no group and has no such argument. It and the fused operator also take
-`numerics`, see RouterSpec. The first form returns new tensors and mutates nothing; the second
-writes to its outputs. Neither has a gradient.
+The first form returns new tensors and mutates nothing; the second writes to its outputs. Neither
+has a gradient. OPTIONS are those of the methods: `widths`, `heads`, and `numerics` of Kimi's
+router. Two names more serve any router, whose `spec` is a RouterSpec's token; routers without a
+group, `router_topk` and `kimi_topk16`, have no such argument. And `run` serves any plugin:
+
+    run(str group, str plugin, Tensor[] tensors) -> Tensor[]
+    run.out(str group, str plugin, Tensor[] tensors, *, Tensor(a!)[] outs) -> ()
 
 Order: ranks must make a channel's calls in the same order, and a compiler knows nothing of that. So
 the first form is registered as having an effect: calls stay in the order of the program, and stay
@@ -17,15 +21,19 @@ holds more than one call should use the first one; the methods of groups do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import tracing
-from .calls import fused_collective, router_collective
+from .calls import fused_collective, heads_of, pair_of, router_collective, router_inputs
 from .channel import Channel
+from .errors import InvalidArgumentError
 from .kernels import registry
-from .kernels.collective import Collective, TensorMeta
+from .kernels.collective import Collective, TensorMeta, plugin_of
 from .kernels.pieces import any_rows
 from .kernels.router_spec import KIMI_K3, RouterSpec
 from .standalone import lane_for
@@ -41,25 +49,49 @@ _libraries: dict[str, tuple[str, torch.library.Library]] = {}
 """Per operator: what was defined, and what undefines it when it is dropped."""
 
 
-def _spec(numerics: str) -> RouterSpec:
+def _kimi(numerics: str = KIMI_K3.numerics) -> RouterSpec:
     if numerics == KIMI_K3.numerics:
         return KIMI_K3
     return RouterSpec(KIMI_K3.num_experts, KIMI_K3.top_k, numerics=numerics)
 
 
-class _Operator:
-    """What an operator does: with real tensors, and with those that have only a shape."""
+def _pair(widths: Sequence[int] | None = None) -> Collective:
+    return registry.find("all_gather_pair") if widths is None else pair_of(tuple(widths))
 
-    def __init__(self, collective: Collective) -> None:
-        self.name = collective.name
-        self.num_inputs = collective.num_inputs
-        self.num_outputs = collective.num_outputs()
+
+def _heads(heads: int | None = None) -> Collective:
+    return registry.find("all_gather_heads") if heads is None else heads_of(heads)
+
+
+def _fused(spec: str, width: int | None = None) -> Collective:
+    return fused_collective(RouterSpec.of_token(spec), width)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What an operator does: with real tensors, and with those that have only a shape.
+
+    Attributes:
+        name: Behind the namespace.
+        plugin: Returns the plugin that options name.
+        inputs: Types of its tensors.
+        num_outputs: How many tensors it returns.
+        options: Schema of what it takes by keyword.
+        grouped: A channel serves it, and not the device's own lane.
+    """
+
+    name: str
+    plugin: Callable[..., Collective]
+    inputs: Sequence[str]
+    num_outputs: int
+    options: str = ""
+    grouped: bool = True
 
     def schema(self) -> tuple[str, str]:
         """Return what both forms take and return."""
-        group = [] if self.name == ALONE else ["str group"]
-        tensors = [f"Tensor tensor{i}" for i in range(self.num_inputs)]
-        options = ["str numerics='torch'"] if self.name in (ALONE, FUSED) else []
+        group = ["str group"] if self.grouped else []
+        tensors = [f"{kind} tensor{i}" for i, kind in enumerate(self.inputs)]
+        options = [self.options] if self.options else []
         outs = [f"Tensor({chr(97 + i)}!) out{i}" for i in range(self.num_outputs)]
         results = ", ".join(["Tensor"] * self.num_outputs)
         plain = ", ".join([*group, *tensors, *(["*", *options] if options else [])])
@@ -67,35 +99,105 @@ class _Operator:
         returned = results if self.num_outputs == 1 else f"({results})"
         return f"{self.name}({plain}) -> {returned}", f"{self.name}.out({given}) -> ()"
 
-    def _found(self, args: tuple[Any, ...], numerics: str) -> tuple[Channel, Collective, Any]:
+    def _found(self, args: Sequence[Any], options: dict[str, Any]) -> _Call:
         """Return who serves a call, the plugin, and the inputs."""
-        if self.name == ALONE:
-            return lane_for(args[0]), router_collective(_spec(numerics)), args
-        lane, tensors = resolve(args[0]), args[1:]
-        if self.name == FUSED:
-            return lane, fused_collective(_spec(numerics)), tensors
-        return lane, registry.find(self.name), tensors
+        lane = resolve(args[0]) if self.grouped else lane_for(args[0])
+        tensors = tuple(args[1:] if self.grouped else args)
+        plugin = self.plugin(**options)
+        if self.inputs[-1] == "Tensor?":
+            tensors = router_inputs(plugin, RouterSpec.of_token(options["spec"]), *tensors)
+        return lane, plugin, tensors
 
-    def run(self, *args: Any, numerics: str = "torch") -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         """Run the first form."""
-        lane, collective, tensors = self._found(args, numerics)
-        return lane.issue(collective, tensors, None)
+        lane, plugin, tensors = self._found(args, options)
+        return lane.issue(plugin, tensors, None)
 
-    def run_out(self, *args: Any, numerics: str = "torch", **outs: torch.Tensor) -> None:
+    def run_out(self, *args: Any, **options: Any) -> None:
         """Run the second form."""
-        lane, collective, tensors = self._found(args, numerics)
-        lane.issue(collective, tensors, tuple(outs[f"out{i}"] for i in range(self.num_outputs)))
+        outs = tuple(options.pop(f"out{i}") for i in range(self.num_outputs))
+        lane, plugin, tensors = self._found(args, options)
+        lane.issue(plugin, tensors, outs)
 
-    def fake(self, *args: Any, numerics: str = "torch") -> Any:
+    def fake(self, *args: Any, **options: Any) -> Any:
         """Return tensors without memory, shaped as the results. Sizes may be symbols."""
-        lane, collective, tensors = self._found(args, numerics)
-        specs = collective.output_specs(any_rows(collective, lane.info), *map(_meta_of, tensors))
-        results = [tensors[0].new_empty(s.shape, dtype=torch_dtype(s.dtype)) for s in specs]
+        results = _results(*self._found(args, options))
         return results[0] if self.num_outputs == 1 else tuple(results)
 
-    def fake_out(self, *args: Any, numerics: str = "torch", **outs: torch.Tensor) -> None:
+    def fake_out(self, *args: Any, **options: Any) -> None:
         """Do nothing, as nothing is returned."""
-        self._found(args, numerics)
+
+
+class _AnyPlugin(_Operator):
+    """The operator `run`: of any plugin, which is named by its handle."""
+
+    def schema(self) -> tuple[str, str]:
+        """Return what both forms take and return."""
+        taken = "str group, str plugin, Tensor[] tensors"
+        return f"run({taken}) -> Tensor[]", f"run.out({taken}, *, Tensor(a!)[] outs) -> ()"
+
+    def _found(self, args: Sequence[Any], options: dict[str, Any]) -> _Call:
+        """Return who serves a call, the plugin, and the inputs."""
+        group, handle, tensors = args
+        return resolve(group), plugin_of(handle), tuple(tensors)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        """Run the first form."""
+        results = super().run(*args)
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    def run_out(self, *args: Any, **options: Any) -> None:
+        """Run the second form."""
+        lane, plugin, tensors = self._found(args, options)
+        lane.issue(plugin, tensors, tuple(options["outs"]))
+
+    def fake(self, *args: Any, **options: Any) -> Any:
+        """Return tensors without memory, shaped as the results. Sizes may be symbols."""
+        return _results(*self._found(args, options))
+
+
+_Call = tuple[Channel, Collective, tuple[Any, ...]]
+
+
+def _results(lane: Channel, plugin: Collective, tensors: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return tensors without memory, shaped as a call's results.
+
+    Raises:
+        InvalidArgumentError: The plugin takes another number of tensors.
+    """
+    if len(tensors) != plugin.num_inputs:
+        raise InvalidArgumentError(
+            f"{plugin.name} takes {plugin.num_inputs} tensors, got {len(tensors)}", op=plugin.name
+        )
+    specs = plugin.output_specs(any_rows(plugin, lane.info), *map(_meta_of, tensors))
+    return [tensors[0].new_empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs]
+
+
+_OPTIONS: dict[str, tuple[str, Callable[..., Collective]]] = {
+    ALONE: ("str numerics='torch'", lambda **given: router_collective(_kimi(**given))),
+    FUSED: ("str numerics='torch'", lambda **given: fused_collective(_kimi(**given))),
+    "all_gather_pair": ("int[]? widths=None", _pair),
+    "all_gather_heads": ("int? heads=None", _heads),
+}
+"""By operator: what it takes by keyword, and the plugin that this names."""
+
+
+def _router(spec: str) -> Collective:
+    return router_collective(RouterSpec.of_token(spec))
+
+
+OWN = (
+    _AnyPlugin("run", plugin_of, (), 1),
+    _Operator("router_topk", _router, ("Tensor", "Tensor?"), 2, "str spec", grouped=False),
+    _Operator(
+        "all_gather_pair_topk",
+        _fused,
+        ("Tensor", "Tensor", "Tensor?"),
+        3,
+        "str spec, int? width=None",
+    ),
+)
+"""Operators beside those of registered plugins, by whose names no plugin can have one."""
 
 
 def _meta_of(tensor: torch.Tensor) -> TensorMeta:
@@ -106,25 +208,34 @@ def _meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 def define(collective: Collective) -> None:
     """Make the operators of a plugin. One whose name torch does not allow gets none."""
-    if not collective.name.isidentifier():
+    name = collective.name
+    if not name.isidentifier() or name in (own.name for own in OWN):
         return
-    operator = _Operator(collective)
+    options, plugin = _OPTIONS.get(name, ("", partial(registry.find, name)))
+    inputs = ["Tensor"] * collective.num_inputs
+    _define(
+        _Operator(name, plugin, inputs, collective.num_outputs(), options, grouped=name != ALONE)
+    )
+
+
+def _define(operator: _Operator) -> None:
+    """Make both forms of an operator, unless they are there."""
     schema = " ".join(operator.schema())
-    defined, _ = _libraries.get(collective.name, ("", None))
+    defined, _ = _libraries.get(operator.name, ("", None))
     if defined == schema:
         return  # they ask the registry at each call
-    _libraries.pop(collective.name, None)
+    _libraries.pop(operator.name, None)
     library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    _libraries[collective.name] = schema, library
+    _libraries[operator.name] = schema, library
     parts = (
-        (collective.name, operator.schema()[0], operator.run, operator.fake),
-        (f"{collective.name}.out", operator.schema()[1], operator.run_out, operator.fake_out),
+        (operator.name, operator.schema()[0], operator.run, operator.fake),
+        (f"{operator.name}.out", operator.schema()[1], operator.run_out, operator.fake_out),
     )
     for name, text, run, fake in parts:
         library.define(text)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    _keep_in_order(getattr(getattr(torch.ops, NAMESPACE), collective.name).default)
+    _keep_in_order(getattr(getattr(torch.ops, NAMESPACE), operator.name).default)
 
 
 def _keep_in_order(operator: Any) -> None:
@@ -148,5 +259,7 @@ def define_all() -> None:
     if define not in registry.on_register:
         registry.on_register.append(define)
     registry.load_builtins()
+    for operator in OWN:
+        _define(operator)
     for collective in registry.registered():
         define(collective)

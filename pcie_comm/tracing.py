@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .errors import ClosedError, InvalidArgumentError
+from .kernels.router_spec import KIMI_K3, RouterSpec
 
 if TYPE_CHECKING:
     from .calls import Calls
@@ -58,9 +59,7 @@ def resolve(handle: str) -> Channel:
     )
 
 
-def call(
-    lane: Calls, op: str, tensors: tuple[Any, ...], out: Any, numerics: str | None = None
-) -> Any:
+def call(lane: Calls, op: str, tensors: tuple[Any, ...], out: Any, **options: Any) -> Any:
     """Put a call into the graph that is being traced; see the method of that name.
 
     With `out` the operator's results are copied there. The operator that writes to `out` itself
@@ -70,14 +69,13 @@ def call(
     Raises:
         ValueError: Not on this version of torch; see `give`.
     """
+    _check_ordered(op)
+    return give(op, getattr(torch.ops.pcie_comm, op)(lane.handle, *tensors, **options), out)
+
+
+def _check_ordered(op: str) -> None:
     if unordered:
         raise ValueError(f"{op} cannot be compiled: {unordered}; call it outside, eagerly")
-    operator = getattr(torch.ops.pcie_comm, op)
-    if numerics is None:
-        results = operator(lane.handle, *tensors)
-    else:
-        results = operator(lane.handle, *tensors, numerics=numerics)
-    return give(op, results, out)
 
 
 def give(op: str, results: Any, out: Any) -> Any:
@@ -103,14 +101,29 @@ def give(op: str, results: Any, out: Any) -> Any:
 
 
 def call_plugin(lane: Calls, plugin: Collective, tensors: tuple[Any, ...], out: Any) -> Any:
-    """Put a call of a plugin into the graph.
+    """Put a call of a plugin into the graph: by its own operator, if it is registered.
 
     Raises:
-        ValueError: The plugin is not registered, so it has no operator; see `give`.
+        ValueError: See `call`.
     """
-    if not plugin.registered:
-        raise ValueError(
-            f"plugin {plugin.name} is not registered, and torch.compile needs its operator: "
-            "call pcie_comm.register with this instance first"
-        )
-    return call(lane, plugin.name, tensors, out)
+    if plugin.registered and plugin.name.isidentifier():
+        return call(lane, plugin.name, tensors, out)
+    _check_ordered(plugin.name)
+    results = torch.ops.pcie_comm.run(lane.handle, plugin.handle, tensors)
+    return give(plugin.name, results[0] if len(results) == 1 else tuple(results), out)
+
+
+def call_fused(
+    lane: Calls, spec: RouterSpec, tensors: tuple[Any, ...], out: Any, width: int | None = None
+) -> Any:
+    """Put the fused operation of any router into the graph."""
+    if spec.token == KIMI_K3.token and width is None:
+        return call(lane, "all_gather_pair_kimi_topk", tensors, out)
+    return call(lane, "all_gather_pair_topk", tensors, out, spec=spec.token, width=width)
+
+
+def call_router(spec: RouterSpec, tensors: tuple[Any, ...], out: Any) -> Any:
+    """Put a router without communication into the graph."""
+    if spec.token == KIMI_K3.token:
+        return give("kimi_topk16", torch.ops.pcie_comm.kimi_topk16(*tensors), out)
+    return give("router_topk", torch.ops.pcie_comm.router_topk(*tensors, spec=spec.token), out)

@@ -20,10 +20,14 @@ from pcie_comm import (
     kimi_topk16,
     local_world,
     register,
+    router_topk,
     torch_ops,
     tracing,
 )
 from pcie_comm.kernels import registry
+from pcie_comm.kernels.all_gathers import GATHERS
+from pcie_comm.kernels.all_reduce_norm import AllReduceRmsNorm
+from pcie_comm.kernels.router_presets import DEEPSEEK_V3, QWEN3_MOE
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left_behind"),
@@ -95,8 +99,110 @@ def test_a_registered_plugin_has_an_operator(group, monkeypatch):
     check(OPS.largest_of_ranks, (group.handle, values_of(0), bias))
     run = torch.compile(lambda x: group.run(plugin, x * 2, bias) + 1, fullgraph=True)
     assert torch.equal(run(values_of(0)), values_of(0) * 2 + 2)
-    with pytest.raises(Exception, match="not registered"):
-        torch.compile(lambda x: group.run(PLUGIN, x, bias), fullgraph=True)(values_of(0))
+
+
+def test_any_plugin_has_the_operator_run(group):
+    """Also one that is not registered; outputs of several kinds, and tensors in any number."""
+    bias = torch.ones(3, dtype=torch.int32)
+    check_run(group, PLUGIN, [values_of(0), bias])
+    check_run(group, GATHERS[3], [torch.randn(2, 3), torch.ones(2, 5).half(), torch.ones(2, 1)])
+    with pytest.raises(Exception, match="takes 2 tensors, got 1"):
+        torch.compile(lambda x: group.run(PLUGIN, x), fullgraph=True, backend="aot_eager")(bias)
+    for handle in ("", "99999999/LargestOfRanks"):
+        with pytest.raises(InvalidArgumentError, match="names no plugin"):
+            OPS.run(group.handle, handle, [bias])
+
+
+def check_run(group, plugin, tensors) -> None:
+    """Run torch's own checks on both forms of `run`, and compare with the method."""
+    args = group.handle, plugin.handle, tensors
+    wanted = group.run(plugin, *tensors)
+    wanted = [wanted] if isinstance(wanted, torch.Tensor) else list(wanted)
+    assert set(torch.library.opcheck(OPS.run.default, args).values()) == {"SUCCESS"}
+    outs = [torch.empty_like(one) for one in wanted]
+    passed = torch.library.opcheck(OPS.run.out, args, {"outs": outs})
+    assert set(passed.values()) == {"SUCCESS"}, passed
+    OPS.run.out(*args, outs=outs)
+    for found in (OPS.run(*args), outs):
+        for want, one in zip(wanted, found, strict=True):
+            assert torch.equal(want, one)
+
+
+def test_a_plugin_is_not_made_where_calls_are_traced(group):
+    """Its handle would be of an instance that never was."""
+    inputs = torch.ones(2, 4), torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(Exception, match="make it outside"):
+        torch.compile(lambda *given: group.run(AllReduceRmsNorm(1e-5), *given), fullgraph=True)(
+            *inputs
+        )
+
+
+@pytest.mark.parametrize("spec", [DEEPSEEK_V3, QWEN3_MOE, VLLM], ids=lambda spec: spec.token)
+def test_any_router_has_operators(group, spec):
+    """With a bias and without."""
+    down = torch.randn(3, 64).bfloat16()
+    logits = torch.randn(3, spec.num_experts)
+    bias = torch.randn(spec.num_experts) if spec.bias else None
+    check(OPS.router_topk, (logits, bias), spec=spec.token)
+    if spec != VLLM:
+        check(OPS.all_gather_pair_topk, (group.handle, down, logits, bias), spec=spec.token)
+        with pytest.raises(InvalidArgumentError, match="spec="):
+            OPS.all_gather_pair_topk(group.handle, down, logits, bias, spec="deepseek")
+    if bias is None:
+        with pytest.raises(InvalidArgumentError, match="leave it None"):
+            OPS.router_topk(logits, logits[0], spec=spec.token)
+
+
+NORM = AllReduceRmsNorm(1e-3)
+
+
+def every_other_call(group, down, logits, bias, heads):
+    """Calls by options, of other routers, and of plugins by instance and by name."""
+    own = logits[:, :256]
+    return (
+        *group.all_gather_pair(down, logits, widths=(3584, 896)),
+        group.all_gather_heads(heads, heads=2),
+        *group.all_gather_pair_topk(down, own, bias[:256], spec=DEEPSEEK_V3, width=3584),
+        *group.all_gather_pair_topk(down, own[:, :128], None, spec=QWEN3_MOE),
+        *group.all_gather_pair_kimi_topk(down, logits, bias, spec=VLLM),
+        *router_topk(own, bias[:256], DEEPSEEK_V3),
+        *router_topk(own[:, :128], None, QWEN3_MOE),
+        *kimi_topk16(logits, bias, spec=VLLM),
+        *group.run("all_gather", down, logits, heads),
+        *group.run(NORM, down, down, down[0]),
+        group.run("all_reduce", logits, out=torch.empty_like(logits)),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_other_call_compiles_without_a_graph_break(group, backend):
+    compiled = torch.compile(every_other_call, fullgraph=True, backend=backend)
+    for rows in (2, 3, 5):
+        inputs = (group, *kimi_inputs(rows), torch.randn(rows, 2, 4).half())
+        wanted, found = every_other_call(*inputs), compiled(*inputs)
+        for index, (want, result) in enumerate(zip(wanted, found, strict=True)):
+            torch.testing.assert_close(result, want, msg=lambda m, i=index: f"result {i}: {m}")
+
+
+def test_compiled_calls_of_uneven_shards():
+    """On three ranks, each of which compiles for itself."""
+    down, heads = torch.randn(2, 10), torch.randn(2, 5, 4).half()
+    downs, parts = down.tensor_split(3, dim=1), heads.tensor_split(3, dim=1)
+    logits = torch.randn(2, 128).tensor_split(3, dim=1)
+
+    def layer(group, down, part, logit):
+        pair = group.all_gather_pair(down, down * 2, widths=(10, 10))
+        fused = group.all_gather_pair_topk(down.half(), logit, None, spec=QWEN3_MOE, width=10)
+        return *pair, group.all_gather_heads(part, heads=5), *fused
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    with local_world(3, "cpu", config=small(slot_nbytes=1 << 16)) as world:
+        given = [(g, downs[g.rank], parts[g.rank], logits[g.rank]) for g in world.groups]
+        wanted = world.run(lambda g: layer(*given[g.rank]))
+        results = world.run(lambda g: compiled(*given[g.rank]))
+    for want, result in zip(wanted, results, strict=True):
+        for one, other in zip(want, result, strict=True):
+            assert torch.equal(one, other)
 
 
 def block(group, down, logits, bias, heads):

@@ -6,18 +6,23 @@ answer is (`reference`). Slabs, peer addresses, flags, epochs, bounds and graphs
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch.compiler import is_dynamo_compiling
 
 from ..crossovers import VRAM, Limits
 from ..errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from .pieces import Piece
 
@@ -129,6 +134,10 @@ class Plan:
         return zlib.crc32(text.encode()) or 1
 
 
+_plugins: WeakValueDictionary[str, Collective] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class Collective(ABC):
     """A plugin. Instances are stateless; one serves any number of groups.
 
@@ -146,6 +155,7 @@ class Collective(ABC):
             call may have any number of rows: what does not fit a slot is cut. Empty: never cut.
         made_of: Names of collectives whose kernels `plan_pieces` launches beside its own.
         registered: The registry holds this very instance. Set by the registry.
+        handle: Names this instance in this process while it lives, see `plugin_of`.
     """
 
     name: str = ""
@@ -157,6 +167,21 @@ class Collective(ABC):
     row_inputs: Sequence[int] = ()
     made_of: Sequence[str] = ()
     registered: bool = False
+    handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give a new plugin its handle.
+
+        Raises:
+            ValueError: It is made inside a function that torch.compile traces, where nothing is
+                made for good.
+        """
+        if is_dynamo_compiling():
+            raise ValueError(f"{cls.__name__} is made in a compiled function; make it outside")
+        self = super().__new__(cls)
+        object.__setattr__(self, "handle", f"{next(_numbers)}/{cls.__name__}")
+        _plugins[self.handle] = self
+        return self
 
     @abstractmethod
     def plan(self, info: PlanInfo, *tensors: TensorMeta) -> Plan:
@@ -270,6 +295,21 @@ class Collective(ABC):
 
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most serve every size
         """Raise UnsupportedError if the collective does not serve this world size."""
+
+
+def plugin_of(handle: str) -> Collective:
+    """Return the plugin of a handle.
+
+    Raises:
+        InvalidArgumentError: No plugin of this process that lives has it.
+    """
+    plugin = _plugins.get(handle)
+    if plugin is None:
+        raise InvalidArgumentError(
+            f"plugin={handle!r} names no plugin of this process that lives; give the `handle` of "
+            "one, and keep it as long as what was compiled with it"
+        )
+    return plugin
 
 
 def _concrete(meta: TensorMeta) -> TensorMeta:

@@ -23,6 +23,7 @@ where the choice is the logit and the weights are the softmax of the selected lo
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from pcie_comm.errors import InvalidArgumentError, UnsupportedError
@@ -32,6 +33,14 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 SCORES = ("sigmoid", "softmax", "softmax_topk", "sqrtsoftplus")
 NUMERICS = ("torch", "vllm")
+
+_FACTOR = r"\d+\.\d+(?:e[+m]\d+)?|\d+e[+m]\d+"
+"""What repr writes of a positive float, with m for a minus sign."""
+
+_TOKEN = re.compile(
+    r"(?P<score>\w+)\.(?P<e>\d+)of(?P<g>\d+)\.(?P<k>\d+)of(?P<t>\d+)\.(?P<flags>b?r?)\."
+    rf"(?P<scale>{_FACTOR})\.(?P<eps>{_FACTOR})\.(?P<numerics>\w+)"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,31 @@ class RouterSpec:
         sizes = f"{self.num_experts}of{self.groups}.{self.top_k}of{self.topk_groups}"
         factors = f"{float(self.scale)!r}.{float(self.eps)!r}".replace("-", "m")
         return f"{self.score}.{sizes}.{flags}.{factors}.{self.numerics}"
+
+    @classmethod
+    def of_token(cls, token: str) -> RouterSpec:
+        """Return the router whose `token` this is.
+
+        Raises:
+            InvalidArgumentError: It is none.
+        """
+        found = _TOKEN.fullmatch(token)
+        if found is None:
+            raise InvalidArgumentError(f"spec={token!r} is no token; give the `token` of a spec")
+        experts, groups, top_k, topk_groups = (int(found[n]) for n in ("e", "g", "k", "t"))
+        scale, eps = (float(found[name].replace("m", "-")) for name in ("scale", "eps"))
+        return cls(
+            num_experts=experts,
+            top_k=top_k,
+            score=found["score"],
+            groups=groups,
+            topk_groups=topk_groups,
+            bias="b" in found["flags"],
+            renormalize="r" in found["flags"],
+            scale=scale,
+            eps=eps,
+            numerics=found["numerics"],
+        )
 
     def _check_types(self) -> None:
         expected: dict[type, tuple[str, ...]] = {

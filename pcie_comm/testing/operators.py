@@ -12,20 +12,20 @@ from .subject import Subject, as_tuple, same
 
 
 def is_a_torch_operator(subject: Subject) -> None:
-    """torch.ops.pcie_comm.NAME keeps its schema, and its shapes are right where nothing runs.
+    """Its torch operator keeps its schema, and its shapes are right where nothing runs.
 
-    Skipped for a plugin that is not registered: it has no operator.
+    That is torch.ops.pcie_comm.NAME of a registered plugin, and `run` of any other.
     """
     plugin = subject.plugin
-    if not plugin.registered or not plugin.name.isidentifier():
-        raise unittest.SkipTest("not registered, so torch knows no operator of it")
-    operator = getattr(torch.ops.pcie_comm, plugin.name)
     if 1 not in subject.served():
         raise unittest.SkipTest("one rank is no world for it")
+    named = plugin.registered and plugin.name.isidentifier()
+    operator = getattr(torch.ops.pcie_comm, plugin.name if named else "run")
     inputs = subject.make(1, max(subject.rows))
     with local_world(1, "cpu") as world:
-        group = () if plugin.name == ALONE else (world.groups[0].handle,)
-        arguments = (*group, *inputs[0])
+        group = () if named and plugin.name == ALONE else (world.groups[0].handle,)
+        given = tuple(inputs[0]) if named else (plugin.handle, list(inputs[0]))
+        arguments = (*group, *given)
         for test in ("test_schema", "test_faketensor"):
             outcome = torch.library.opcheck(
                 operator.default, arguments, test_utils=test, raise_exception=False
@@ -35,4 +35,4 @@ def is_a_torch_operator(subject: Subject) -> None:
         results = as_tuple(operator(*arguments))
     for index, (got, want) in enumerate(zip(results, subject.wanted(inputs, 0), strict=True)):
         if not same(got, want):
-            subject.fail(f"output {index} of torch.ops.pcie_comm.{plugin.name} is wrong")
+            subject.fail(f"output {index} of its torch operator is wrong")

@@ -72,6 +72,22 @@ def test_tokens_name_routers():
     specs |= {dataclasses.replace(spec, numerics="vllm") for spec in specs}
     assert len({spec.token for spec in specs}) == len(specs)
     assert not any("-" in spec.token or "/" in spec.token for spec in specs)
+    specs |= {
+        dataclasses.replace(spec, scale=scale, eps=eps)
+        for spec in specs
+        for scale in (1, 1e-5, 2.5e-7, 1e16, 1.5e300)
+        for eps in (0, 1e-20, 0.5, 5e-324)
+    }
+    assert all(RouterSpec.of_token(spec.token) == spec for spec in specs)
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["", "sigmoid", f"{KIMI_K3.token}x.", f" {KIMI_K3.token}", "sigmoid.8of1.2of1..1.0.torch"],
+)
+def test_what_is_no_token_is_refused(token):
+    with pytest.raises(InvalidArgumentError, match="is no token"):
+        RouterSpec.of_token(token)
 
 
 @pytest.mark.parametrize(
@@ -146,4 +162,4 @@ def test_the_module_needs_neither_torch_nor_cuda():
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
-    assert imported == {"__future__", "dataclasses", "math", "pcie_comm.errors"}
+    assert imported == {"__future__", "dataclasses", "math", "re", "pcie_comm.errors"}
