@@ -285,7 +285,12 @@ class PcieDcpGroup(Collectives):
         return self._open_channel(name)
 
     def prepare(
-        self, op: str | Collective | RouterSpec, rows: int | None = None, tensors: int | None = None
+        self,
+        op: str | Collective | RouterSpec,
+        rows: int | None = None,
+        tensors: int | None = None,
+        *,
+        width: int | None = None,
     ) -> None:
         """Compile or load all that calls of `op` need, so that they can be captured.
 
@@ -293,9 +298,9 @@ class PcieDcpGroup(Collectives):
 
         Args:
             op: Name of a registered collective, a plugin, or a router: `all_gather_pair_topk` then.
-            rows: Most rows of the calls to come: any number, but for a plugin without
-                `row_inputs`, of which a call cannot be cut.
+            rows: Most rows of the calls to come: any number, but for a plugin that cannot be cut.
             tensors: How many tensors a call will take, of an op that takes any number.
+            width: As of the calls to come, if `op` is a router.
 
         Raises:
             InvalidArgumentError: Unknown op, no plugin, too many tensors, no number of rows, or
@@ -306,7 +311,9 @@ class PcieDcpGroup(Collectives):
         self._check_open()
         collective = find(op) if isinstance(op, str) else op
         if isinstance(collective, RouterSpec):
-            collective = fused_collective(collective)
+            collective = fused_collective(collective, width)
+        elif width is not None:
+            raise InvalidArgumentError(f"width={width!r} goes with a RouterSpec; leave it out")
         check_collective(collective)
         if tensors is not None:
             collective = for_count(collective, tensors)

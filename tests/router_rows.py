@@ -18,6 +18,10 @@ OTHERS = {
     "one": RouterSpec(1, 1),
     "odd": RouterSpec(37, 5, eps=0.0),
     "vllm": RouterSpec(72, 6, numerics="vllm"),
+    "many without bias": RouterSpec(640, 8, bias=False),
+    "chosen, with eps": RouterSpec(
+        64, 5, score="softmax_topk", bias=False, renormalize=False, eps=0.5
+    ),
 }
 SPECS = {**PRESETS, **OTHERS}
 

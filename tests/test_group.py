@@ -13,6 +13,7 @@ from pcie_comm import KIMI_K3, InvalidArgumentError, PcieDcpGroup, host_engine, 
 from pcie_comm.calls import fused_collective
 from pcie_comm.kernels.registry import find
 from pcie_comm.kernels.router_presets import PRESETS
+from pcie_comm.kernels.uneven import UNEVEN
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -229,6 +230,25 @@ def test_a_plugin_says_what_to_pass_to_prepare():
     assert fused_collective(KIMI_K3).prepared_by() == '"all_gather_pair_kimi_topk"'
     spec = PRESETS["gpt-oss-20b"]
     assert fused_collective(spec).prepared_by() == str(spec)
+    assert fused_collective(spec, 50).prepared_by() == f"{spec}, width=50"
+
+
+def test_prepare_takes_the_width_of_a_router_call():
+    """A width that W does not divide has kernels of its own."""
+    spec, asked = PRESETS["gpt-oss-20b"], []
+    with local_world(2, "cpu", config=small()) as world:
+        group = world.groups[0]
+        engine = group._channels["default"].engine
+        engine.prepare = lambda plugin, protocols: asked.extend(plugin.needed(2))
+        group.prepare(spec)
+        assert not any(UNEVEN in key.variant for key in asked)
+        asked.clear()
+        group.prepare(spec, width=51)
+        assert asked
+        assert all(UNEVEN in key.variant for key in asked)
+        for wrong in ({"op": "all_gather_pair", "width": 4}, {"op": spec, "width": 0}):
+            with pytest.raises(InvalidArgumentError, match="width"):
+                group.prepare(**wrong)
 
 
 def test_prepare_needs_no_gpu():

@@ -72,6 +72,7 @@ def test_rows_of_a_plugin_that_is_not_cut_are_limited():
     with local_world(1, "cpu", config=small(max_rows=8)) as world:
         (group,) = world.groups
         group.prepare("all_gather_pair", rows=1 << 20)
+        group.prepare("kimi_topk16", rows=1 << 20)  # it sends nothing: there is nothing to cut
         with pytest.raises(InvalidArgumentError, match="never cut"):
             group.prepare("barrier", rows=9)
         with pytest.raises(InvalidArgumentError, match="give 0 or more"):
@@ -179,6 +180,22 @@ def test_any_gather_or_sum_is_cut_to_fit(call):
         sent = sum(one.plan.scalars[0] * one.plan.scalars[2] for one in pieces)
         whole = metas[0].shape[1] * 2 // (info.world_size if op == "reduce_scatter" else 1)
         assert sent == rows * whole, "every byte of the first tensor, once"
+
+
+def test_heads_that_fit_one_by_one_are_cut():
+    """Also where the number of parts that is tried next is more than there are heads."""
+    for local, dim in itertools.product(range(1, 40), (40, 900, 952)):
+        info = info_of(2, "push", 2048)
+        shapes = (1, 2 * local, dim), (1, 2 * local)
+        metas = [
+            meta_of(torch.empty(shapes[0], dtype=torch.bfloat16)),
+            meta_of(torch.empty(shapes[1])),
+        ]
+        _, pieces = plan_call(find("lse_reduce_scatter"), info, metas)
+        assert all(piece.plan.staged_nbytes <= 2048 for piece in pieces)
+    metas = [meta_of(torch.empty(1, 36, 1100, dtype=torch.bfloat16)), meta_of(torch.empty(1, 36))]
+    with pytest.raises(InvalidArgumentError, match="capacity=2048"):
+        plan_call(find("lse_reduce_scatter"), info_of(2, "push", 2048), metas)
 
 
 def test_what_cannot_be_cut_says_what_a_slot_must_hold():

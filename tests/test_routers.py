@@ -109,6 +109,20 @@ def test_the_contract_holds_in_hard_rows(spec, bad_bias):
     assert torch.equal(ids, torch.cat([one[1] for one in alone]))
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_no_rows_give_no_rows(spec):
+    """Alone and in a group, whatever the score and the groups."""
+    logits, bias = rows_of(spec, 0)
+    weights, ids = router_topk(logits, bias, spec)
+    assert weights.shape == ids.shape == (0, spec.top_k)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    with local_world(1, "cpu", config=small(slot_nbytes=1 << 16)) as world:
+        down, weights, ids = world.groups[0].all_gather_pair_topk(
+            torch.empty(0, 3584).bfloat16(), logits, bias, spec=spec
+        )
+    assert (down.shape, weights.shape, ids.shape) == ((0, 3584), (0, spec.top_k), (0, spec.top_k))
+
+
 def test_presets_are_those_of_the_shared_notes():
     """Experts, top k and scale as the models' configurations have them."""
     numbers = {name: (s.num_experts, s.top_k, s.scale) for name, s in PRESETS.items()}

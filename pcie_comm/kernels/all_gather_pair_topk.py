@@ -65,7 +65,9 @@ class AllGatherPairTopk(Collective):
         self.num_inputs = 3 if spec.bias else 2
 
     def prepared_by(self) -> str:
-        return f'"{self.name}"' if is_kimi(self.spec) else str(self.spec)
+        if is_kimi(self.spec):
+            return f'"{self.name}"'
+        return str(self.spec) if self.width is None else f"{self.spec}, width={self.width}"
 
     def num_outputs(self) -> int:
         return 3

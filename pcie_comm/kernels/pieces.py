@@ -174,9 +174,12 @@ def _column_pieces(
     parts = -(-plan.staged_nbytes // info.segment_nbytes)
     first = collective.plan_columns(info, 0, parts, *metas)
     while first is not None and first[0].staged_nbytes > info.segment_nbytes:
-        parts += -(-parts // 16)
+        fewer, parts = parts, parts + -(-parts // 16)
         _check_parts(collective, parts, metas)
         first = collective.plan_columns(info, 0, parts, *metas)
+        while first is None and parts > fewer + 1:  # too many; some number between may do
+            parts -= 1
+            first = collective.plan_columns(info, 0, parts, *metas)
     if first is None:
         check_plan(collective, plan, info, plan.staged_nbytes)  # raises
     plans: dict[Plan, Plan] = {}

@@ -146,7 +146,7 @@ def check_rows(rows: object, collective: Collective, max_rows: int) -> None:
     op = collective.name
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise InvalidArgumentError(f"rows={rows!r} is no number of rows; give 0 or more", op=op)
-    if rows > max_rows and not collective.row_inputs:
+    if rows > max_rows and collective.communicates and not collective.row_inputs:
         raise InvalidArgumentError(
             f"rows={rows!r} is outside 0 to max_rows={max_rows}, and calls of {op} are never cut; "
             "raise Config.max_rows on every rank",

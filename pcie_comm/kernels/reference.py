@@ -81,11 +81,13 @@ def _softmax(logits: Tensor) -> Tensor:
 
 def _in_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     """Return which experts belong to the groups that stay."""
-    best = choice.reshape(len(choice), spec.groups, -1).sort(dim=-1, descending=True).values
+    size = spec.num_experts // spec.groups
+    grouped = choice.reshape(len(choice), spec.groups, size)  # not -1: there may be no rows
+    best = grouped.sort(dim=-1, descending=True).values
     score = best[..., 0] + best[..., 1] + 0.0 if spec.bias else best[..., 0]
     order = score.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk_groups]
     stays = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
-    return stays.repeat_interleave(spec.num_experts // spec.groups, dim=1)
+    return stays.repeat_interleave(size, dim=1)
 
 
 def _weights(picked: Tensor, spec: RouterSpec) -> Tensor:

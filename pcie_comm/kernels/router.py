@@ -44,7 +44,7 @@ def is_wide(spec: RouterSpec) -> bool:
     than sending their logits only where there are many.
     """
     many = spec.num_experts > WIDE_EXPERTS and spec.num_experts % 64 == 0
-    return many and spec.is_local and spec.top_k <= 16
+    return many and spec.is_local and spec.bias and spec.top_k <= 16
 
 
 def check_router(

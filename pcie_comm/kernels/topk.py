@@ -306,6 +306,6 @@ def _weight(score: Float32, total: Float32, spec: RouterSpec) -> Float32:
     weight = score * Float32(spec.scale)
     if not (spec.renormalize or spec.score == "softmax_topk"):
         return weight
-    if float(np.float32(spec.eps)) > 0.0:
+    if spec.renormalize and float(np.float32(spec.eps)) > 0.0:
         return weight / (total + Float32(spec.eps))
     return num.select(total > Float32(0.0), weight / total, Float32(0.0))
