@@ -360,7 +360,8 @@ class Channel(Collectives):
 
         Raises:
             ClosedError: The channel is closed.
-            PeerTimeoutError, MismatchError, PeerAbortedError, PeerDiedError: A launch gave up, or
+            PeerTimeoutError, MismatchError, PeerAbortedError, PeerDiedError, BusyError: A launch
+                gave up, or
                 would: a peer died, or a rank aborted.
         """
         self._check_open()

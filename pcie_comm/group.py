@@ -331,7 +331,7 @@ class PcieDcpGroup(Collectives):
 
         Raises:
             ClosedError: The group is closed.
-            PeerTimeoutError, MismatchError: A call gave up.
+            PeerTimeoutError, MismatchError, BusyError: A call gave up, or two ran at once.
             PeerDiedError, PeerAbortedError: A rank died or aborted, whether or not a call waited.
         """
         self._check_open()

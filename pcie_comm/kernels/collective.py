@@ -56,12 +56,12 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """What a plan may know of its group. Equal on all ranks except for `rank`.
+    """What a plan may know of its group. Alike on all ranks but for `rank` and `output_alignment`.
 
     Attributes:
         rank: Group rank.
         world_size: Number of ranks.
-        protocol: `pull` or `push`.
+        protocol: What was asked for: `auto`, `push`, `pull` or `tagged`.
         segment_nbytes: What one rank may stage in one slot.
         max_rows: Most rows of one call, for collectives that cannot be cut (`row_inputs`).
         max_blocks: Most thread blocks that are resident on every rank's device at once.
