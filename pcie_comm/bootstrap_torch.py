@@ -8,9 +8,12 @@ ranks never meet when one of them is a member of more groups than another (seen 
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -135,10 +138,7 @@ def from_launch(order: tuple[int, ...], timeout_s: float) -> Bootstrap:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
         rank, world_size = environment.rank or 0, environment.world_size or 1
-        connected = environment.has_rendezvous and None not in (
-            environment.rank,
-            environment.world_size,
-        )
+        connected = None not in (environment.rank, environment.world_size, environment.rendezvous)
         if len(order) > 1 and not connected:
             raise InvalidArgumentError(
                 f"nothing connects this process to the other ranks of ranks={list(order)}; start "
@@ -184,17 +184,67 @@ def _launch_store(environment: LaunchEnvironment, timeout_s: float) -> Store:
     Under torchrun the agent hosts the store, else global rank 0 does, on first use.
     """
     if environment not in _launch_stores:
-        assert environment.rank is not None
-        limit = timedelta(seconds=timeout_s)
+        _launch_stores[environment] = _connect(environment, timeout_s)
+    return _launch_stores[environment]
+
+
+def _connect(environment: LaunchEnvironment, timeout_s: float) -> Store:
+    """Host the launch's store, or connect to it.
+
+    Torch's own limit counts for each attempt anew, and no signal ends its wait. So it is asked when
+    somebody listens; and in a thread, because what listens may be no store and never answer. Only
+    then is the thread left behind.
+    """
+    assert environment.rank is not None
+    assert environment.rendezvous is not None
+    rank, (host, port), pause = environment.rank, environment.rendezvous, Pause(timeout_s)
+    if rank != 0 or dist.is_torchelastic_launched():
+        _await_listener(host, port, rank, pause)
+    found = queue.SimpleQueue[Any]()
+
+    def connect() -> None:
         try:
             # The last number is how many clients the host waits for. A group may be smaller than
             # WORLD_SIZE, and its ranks meet in the store anyway.
-            meeting = rendezvous("env://", environment.rank, 1, timeout=limit)
-            _launch_stores[environment] = next(meeting)[0]
-        except (RuntimeError, ValueError) as error:
-            raise PeerTimeoutError(
-                "cannot reach the store at MASTER_ADDR and MASTER_PORT "
-                f"({str(error).partition(chr(10))[0]}); the launcher or global rank "
-                f"0 must host it, here is global rank {environment.rank}"
-            ) from error
-    return _launch_stores[environment]
+            limit = timedelta(seconds=max(pause.remaining_s(), 0.001))
+            found.put(next(rendezvous("env://", rank, 1, timeout=limit))[0])
+        except Exception as error:  # handed over
+            found.put(error)
+
+    threading.Thread(target=connect, name="pcie_comm.store", daemon=True).start()
+    try:
+        outcome = found.get(timeout=max(pause.remaining_s(), 0.001))
+    except queue.Empty:
+        outcome = TimeoutError("what listens there does not answer as a store does")
+    if not isinstance(outcome, Exception):
+        store: Store = outcome
+        return store
+    if "EADDRINUSE" in str(outcome):
+        raise InvalidArgumentError(
+            f"MASTER_PORT={port} is in use on this host by something else; choose another port"
+        ) from outcome
+    raise _unreachable(host, port, rank, outcome) from outcome
+
+
+def _await_listener(host: str, port: int, rank: int, pause: Pause) -> None:
+    """Return when something listens.
+
+    Raises:
+        PeerTimeoutError: Nothing did in time.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), max(pause.remaining_s(), 0.001)).close()
+            return
+        except OSError as error:
+            if pause.remaining_s() <= 0:
+                raise _unreachable(host, port, rank, error) from error
+        pause.sleep()
+
+
+def _unreachable(host: str, port: int, rank: int, why: Exception) -> PeerTimeoutError:
+    return PeerTimeoutError(
+        f"cannot reach the store at MASTER_ADDR={host} and MASTER_PORT={port} "
+        f"({str(why).partition(chr(10))[0]}); the launcher or global rank 0 must host it, here is "
+        f"global rank {rank}",
+    )

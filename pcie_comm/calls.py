@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -123,6 +123,12 @@ class Calls:
 
     handle: str
     _issue: Callable[[Collective, tuple[torch.Tensor, ...], Any], Any]
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: two would own the same slabs."""
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled; build one where it is used"
+        )
 
     def run(self, collective: Collective | str, *tensors: torch.Tensor, out: Any = None) -> Any:
         """Run a plugin, registered or not, or a registered one by its name.

@@ -180,16 +180,24 @@ class Config:
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What a launcher such as torchrun tells a process through its environment."""
+    """What a launcher such as torchrun tells a process through its environment.
+
+    Attributes:
+        rendezvous: Host and port of the store; None if one of them is not told.
+    """
 
     rank: int | None
     world_size: int | None
     local_rank: int | None
-    has_rendezvous: bool
+    rendezvous: tuple[str, int] | None
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            InvalidArgumentError: A number is none, or the port is out of range.
+        """
 
         def number(name: str) -> int | None:
             text = os.environ.get(name)
@@ -199,11 +207,14 @@ class LaunchEnvironment:
                 raise InvalidArgumentError(f"{name}={text!r} is not a rank count; mend or unset it")
             return int(text)
 
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise InvalidArgumentError(f"MASTER_PORT={port!r} is no port; mend or unset it")
         return cls(
             rank=number("RANK"),
             world_size=number("WORLD_SIZE"),
             local_rank=number("LOCAL_RANK"),
-            has_rendezvous=bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")),
+            rendezvous=(host, int(port)) if host and port else None,
         )
 
 

@@ -40,7 +40,9 @@ def issue(lane: Channel, collective: Collective, arrays: Sequence[Any], out: Any
     tensors = tuple(_seen(array, f"input {i}", op) for i, array in enumerate(arrays))
     if out is not None:
         given = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        targets = tuple(_seen(array, f"out[{i}]", op) for i, array in enumerate(given))
+        targets = tuple(
+            _seen(array, f"out[{i}]", op, written=True) for i, array in enumerate(given)
+        )
         lane.issue(collective, tensors, targets)
         for array, target in zip(given, targets, strict=True):
             if array is not target and target.is_cuda:
@@ -62,18 +64,35 @@ def device_of(array: Any) -> torch.device:
     return {1: torch.device("cpu"), 2: torch.device("cuda", index)}.get(kind, torch.device("meta"))
 
 
-def _seen(array: Any, what: str, op: str) -> torch.Tensor:
+def _seen(array: Any, what: str, op: str, *, written: bool = False) -> torch.Tensor:
     """Return a torch tensor of an array's own memory."""
     if isinstance(array, torch.Tensor):
         return array
+    strides = getattr(array, "strides", None) or ()
+    if any(isinstance(stride, int) and stride < 0 for stride in strides):
+        # Before torch sees it: its own error ends the process.
+        raise _unusable(array, what, op, f"negative strides, {strides}")
+    if written and not getattr(getattr(array, "flags", None), "writeable", True):
+        raise _unusable(array, what, op, "it is read-only")
     try:
         return from_dlpack(array)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"{what} is a {type(array).__name__} that torch cannot see as a tensor ({error}); "
-            "give a writable array in memory of the group's device",
-            op=op,
-        ) from error
+    except (
+        AssertionError,  # torch was built without the array's device
+        AttributeError,
+        BufferError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise _unusable(array, what, op, error) from error
+
+
+def _unusable(array: Any, what: str, op: str, why: object) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{what} is a {type(array).__name__} that torch cannot see as a tensor ({why}); "
+        "give a writable array in memory of the group's device",
+        op=op,
+    )
 
 
 def importer(array: Any) -> Callable[[torch.Tensor], Any]:

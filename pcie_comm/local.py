@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -66,11 +66,13 @@ class LocalWorld:
                 group.check()
                 return result
 
-        def give_up() -> None:
-            for group in self.groups:
-                group.abort()
+        return _first_error_or_results(
+            self._threads, on_rank, len(self.groups), self._abort, patience_s=PATIENCE_S
+        )
 
-        return _first_error_or_results(self._threads, on_rank, len(self.groups), give_up)
+    def _abort(self) -> None:
+        for group in self.groups:
+            group.abort()
 
     def close(self) -> None:
         """Close every group. Idempotent."""
@@ -79,26 +81,41 @@ class LocalWorld:
         self._closed = True
         try:
             _first_error_or_results(
-                self._threads, lambda rank: self.groups[rank].close(), len(self.groups)
+                self._threads, lambda rank: self.groups[rank].close(), len(self.groups), self._abort
             )
         finally:
             self._threads.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a LocalWorld can be neither copied nor pickled: it owns threads")
 
 
 def _first_error_or_results(
     threads: ThreadPoolExecutor,
     fn: Callable[[int], Result],
     count: int,
-    give_up: Callable[[], None] | None = None,
+    abort: Callable[[], None],
+    patience_s: float | None = None,
 ) -> list[Result]:
-    """Run `fn` on every rank; after one raised, the others get a moment, then `give_up` is called.
+    """Run `fn` on every rank. Raises the first error that is not about a peer: others are its echo.
 
-    Raises the first error that is not about a peer: the others are its echo.
+    Args:
+        threads: One for each rank.
+        fn: Gets the rank.
+        count: Number of ranks.
+        abort: Makes ranks that wait give up: called `patience_s` after one raised, and when this
+            thread is interrupted.
+        patience_s: None: for ever.
     """
     futures = [threads.submit(fn, rank) for rank in range(count)]
-    waiting = wait(futures, return_when=FIRST_EXCEPTION).not_done
-    if waiting and give_up is not None and wait(futures, timeout=PATIENCE_S).not_done:
-        give_up()
+    try:
+        waiting = wait(futures, return_when=FIRST_EXCEPTION).not_done
+        if waiting and wait(futures, timeout=patience_s).not_done:
+            abort()
+        wait(futures)
+    except BaseException:  # Ctrl-C
+        abort()
+        raise
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
@@ -131,6 +148,11 @@ class _Opening(contextlib.AbstractContextManager[LocalWorld]):
         self._world = self._build()
         return self._world
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"local_world(...) has no {name!r}: enter it first, `with local_world(...) as world:`"
+        )
+
     def __exit__(self, *exc: object) -> None:
         world, self._world = self._world, None
         if world is None:
@@ -138,6 +160,7 @@ class _Opening(contextlib.AbstractContextManager[LocalWorld]):
         if exc[0] is None:
             world.close()
             return
+        world._abort()  # ranks may still be in calls
         with contextlib.suppress(CommError):  # the block's own exception is the one that counts
             world.close()
 
@@ -209,8 +232,12 @@ def open_world(devices: Sequence[str], transport: str, config: Config | None) ->
     def build(rank: int) -> PcieDcpGroup:
         return PcieDcpGroup.from_bootstrap(bootstraps[rank], devices[rank], transport, config)
 
+    def abort() -> None:
+        for bootstrap in bootstraps:
+            bootstrap.abort("the process was interrupted")
+
     with ThreadPoolExecutor(world_size, thread_name_prefix="pcie_comm.build") as threads:
-        groups = _first_error_or_results(threads, build, world_size)
+        groups = _first_error_or_results(threads, build, world_size, abort)
     streams: list[torch.cuda.Stream] = []
     if groups[0].device.type == "cuda":
         for group in groups:

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+try:
+    from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; pcie_comm.metrics needs it: pip install 'pcie_comm[prometheus]'", name=error.name
+    ) from error
 
 from .errors import CommError
 from .layout import CountLayout

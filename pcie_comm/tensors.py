@@ -30,6 +30,11 @@ _DTYPES: dict[str, torch.dtype] = {
 
 data_ptr = torch.Tensor.data_ptr
 
+_NO_MEMORY = (
+    "is no strided array in memory (layout, quantized, nested, fake, or wrapped by a transform); "
+    "give a plain tensor"
+)
+
 
 class ForeignError(InvalidArgumentError):
     """An input or an output is an array of another library: interop.py takes such calls over."""
@@ -53,7 +58,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is an array in memory: shape, strides, address."""
+    """Tell whether a tensor is an array in memory: shape, strides, address.
+
+    Fake tensors, those that a transform such as vmap wraps, and other classes with a dispatch of
+    their own are not.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
@@ -66,7 +81,7 @@ def alignment_of(tensor: object) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise not_a_tensor("out= holds a", tensor)
     if not is_plain(tensor):
-        raise InvalidArgumentError(f"out= holds a tensor of layout={tensor.layout}: not strided")
+        raise InvalidArgumentError(f"out= holds a {type(tensor).__name__} that {_NO_MEMORY}")
     low_bits = tensor.data_ptr() & 15
     return low_bits & -low_bits if low_bits else 16
 
@@ -76,15 +91,17 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        strides=tensor.stride(),
+        # Those of an empty tensor mean nothing, and are 0 if it was a NumPy array.
+        strides=tensor.stride() if tensor.numel() else torch.empty(tensor.shape).stride(),
         itemsize=tensor.itemsize,
         alignment=alignment_of(tensor),
     )
 
 
 def key_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a cheap hashable that decides `meta_of` and the device."""
-    return (tensor.data_ptr() & 15, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    """Return a cheap hashable that decides `meta_of`, the device and whether it is plain."""
+    address = tensor.data_ptr() & 15
+    return (type(tensor), address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _current_stream_handle(index: int) -> int:
@@ -117,7 +134,9 @@ def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.d
                 op=op,
             )
         if not is_plain(tensor):
-            raise InvalidArgumentError(f"input {index} is no plain strided tensor", op=op)
+            raise InvalidArgumentError(
+                f"input {index} is a {type(tensor).__name__} that {_NO_MEMORY}", op=op
+            )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -224,7 +224,9 @@ def _define(operator: _Operator) -> None:
     defined, _ = _libraries.get(operator.name, ("", None))
     if defined == schema:
         return  # they ask the registry at each call
-    _libraries.pop(operator.name, None)
+    if operator.name in _libraries:
+        old: Any = _libraries.pop(operator.name)[1]
+        old._destroy()  # not when it is collected: the name is needed now
     library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries[operator.name] = schema, library
     parts = (

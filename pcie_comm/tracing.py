@@ -70,7 +70,13 @@ def call(lane: Calls, op: str, tensors: tuple[Any, ...], out: Any, **options: An
         ValueError: Not on this version of torch; see `give`.
     """
     _check_ordered(op)
-    return give(op, getattr(torch.ops.pcie_comm, op)(lane.handle, *tensors, **options), out)
+    operator = getattr(torch.ops.pcie_comm, op)
+    return give(op, operator(lane.handle, *_detached(tensors), **options), out)
+
+
+def _detached(tensors: tuple[Any, ...]) -> list[Any]:
+    """Return inputs of which results remember nothing: they have no gradient, as in eager calls."""
+    return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
 def _check_ordered(op: str) -> None:
@@ -109,7 +115,7 @@ def call_plugin(lane: Calls, plugin: Collective, tensors: tuple[Any, ...], out: 
     if plugin.registered and plugin.name.isidentifier():
         return call(lane, plugin.name, tensors, out)
     _check_ordered(plugin.name)
-    results = torch.ops.pcie_comm.run(lane.handle, plugin.handle, tensors)
+    results = torch.ops.pcie_comm.run(lane.handle, plugin.handle, _detached(tensors))
     return give(plugin.name, results[0] if len(results) == 1 else tuple(results), out)
 
 
@@ -125,5 +131,6 @@ def call_fused(
 def call_router(spec: RouterSpec, tensors: tuple[Any, ...], out: Any) -> Any:
     """Put a router without communication into the graph."""
     if spec.token == KIMI_K3.token:
-        return give("kimi_topk16", torch.ops.pcie_comm.kimi_topk16(*tensors), out)
-    return give("router_topk", torch.ops.pcie_comm.router_topk(*tensors, spec=spec.token), out)
+        return give("kimi_topk16", torch.ops.pcie_comm.kimi_topk16(*_detached(tensors)), out)
+    results = torch.ops.pcie_comm.router_topk(*_detached(tensors), spec=spec.token)
+    return give("router_topk", results, out)

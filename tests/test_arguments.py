@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import bytes_of, small
 
 from pcie_comm import InvalidArgumentError, PcieDcpGroup, local_world
@@ -183,6 +186,31 @@ def test_what_is_no_tensor_is_refused_everywhere(thing, world):
     ):
         with pytest.raises(InvalidArgumentError, match=type(thing).__name__):
             call()
+    assert_works(world)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_what_has_no_memory_is_refused(world):
+    """Fake tensors, also where a real one was seen before, and what transforms wrap."""
+    group, right = world.groups[0], torch.ones(2, 4)
+    world.run(lambda g: g.run("all_reduce", right))
+    fake = FakeTensorMode().from_tensor(right)
+    for call in (
+        lambda: group.run("all_reduce", fake),
+        lambda: group.run("all_reduce", right, out=fake),
+        lambda: torch.vmap(lambda t: group.run("all_reduce", t))(torch.ones(3, 2, 4)),
+        lambda: torch.func.grad(lambda t: group.run("all_reduce", t).sum())(right),
+    ):
+        with pytest.raises(InvalidArgumentError, match="no strided array in memory"):
+            call()
+    assert_works(world)
+
+
+@pytest.mark.parametrize("twice", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_owns_slabs_is_not_copied(twice, world):
+    for owner in (world, world.groups[0], world.groups[0].channel("default")):
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            twice(owner)
     assert_works(world)
 
 

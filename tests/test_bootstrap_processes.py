@@ -8,6 +8,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -145,6 +148,49 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(one_rank_never_comes, 2)
     assert caught.value.reports == {1: "died with exit code 0"}
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_store_that_is_none_is_not_waited_for_longer(listens: bool) -> None:
+    """Something accepts and says nothing; or nobody is there."""
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        if listens:
+            there.listen(8)
+        environment = {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(there.getsockname()[1]),
+        }
+        program = (
+            "import time; from pcie_comm import *; started = time.monotonic()\n"
+            "try: PcieDcpGroup(2, 'cpu', config=Config(setup_timeout_s=2))\n"
+            "except PeerTimeoutError as error: print(time.monotonic() - started, error)"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    seconds, _, text = ended.stdout.partition(" ")
+    assert 1.5 < float(seconds) < 6, ended.stderr
+    assert ("does not answer" if listens else "refused") in text
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        there.listen(8)
+        port = str(there.getsockname()[1])
+        names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InvalidArgumentError, match=f"MASTER_PORT={port} is in use"):
+            open_bootstrap(2, None, Config(setup_timeout_s=5))
 
 
 def process_group_goes_first(rank: int, world_size: int, ports: list[str]) -> None:

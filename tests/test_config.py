@@ -208,12 +208,19 @@ def test_the_contract_holds_what_ranks_must_share():
 
 
 def test_launch_environment(monkeypatch):
-    assert LaunchEnvironment.read() == LaunchEnvironment(None, None, None, False)
+    assert LaunchEnvironment.read() == LaunchEnvironment(None, None, None, None)
     for name, text in zip(LAUNCH_VARIABLES, ("3", "8", "1", "localhost", "29500"), strict=True):
         monkeypatch.setenv(name, text)
-    assert LaunchEnvironment.read() == LaunchEnvironment(3, 8, 1, True)
+    assert LaunchEnvironment.read() == LaunchEnvironment(3, 8, 1, ("localhost", 29500))
     monkeypatch.setenv("MASTER_PORT", "")
-    assert not LaunchEnvironment.read().has_rendezvous
+    assert LaunchEnvironment.read().rendezvous is None
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "65536", "abc", "1.0"])
+def test_a_bad_port_is_named(text, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", text)
+    with pytest.raises(InvalidArgumentError, match=f"MASTER_PORT={text!r}"):
+        LaunchEnvironment.read()
 
 
 @pytest.mark.parametrize("text", ["", "-1", "one", "1.0", "²"])

@@ -154,3 +154,36 @@ def test_what_torch_cannot_see_is_refused(world):
         group.all_gather_pair(right, right, out=(right, right.copy()))
     first, _ = group.all_gather_pair(right, right)
     assert np.array_equal(first, right)
+
+
+def test_what_must_not_be_written_is_not_written(world):
+    """DLPack says nothing of it to torch."""
+    right, fixed = np.ones((1, 2), np.float32), bytes(8)
+    out = np.frombuffer(fixed, np.float32).reshape(1, 2)
+    with pytest.raises(InvalidArgumentError, match=r"out\[0\] is a ndarray .* read-only"):
+        world.groups[0].run("all_reduce", right, out=out)
+    assert fixed == bytes(8)
+    assert world.groups[0].run("all_reduce", out).tolist() == [[0.0, 0.0]]  # reading is fine
+
+
+def test_rows_in_reverse_are_refused(world):
+    """Here: torch's own refusal ends the process."""
+    backwards = np.ones((2, 4), np.float32)[::-1]
+    with pytest.raises(InvalidArgumentError, match=r"input 0 is a ndarray .*negative strides"):
+        world.groups[0].run("all_reduce", backwards)
+
+
+def test_no_rows_come_and_go(world):
+    """NumPy exports strides of 0 for them."""
+    none = np.zeros((0, 4), np.float32)
+    for op in ("all_gather", "all_reduce"):
+        assert world.groups[0].run(op, none).shape == (0, 4)
+
+
+def test_an_array_on_a_device_that_torch_lacks_is_refused(world):
+    class Elsewhere(Exporter):
+        def __dlpack__(self, **options):
+            raise AssertionError("Torch not compiled with CUDA enabled")
+
+    with pytest.raises(InvalidArgumentError, match="not compiled with CUDA"):
+        world.groups[0].run("all_reduce", Elsewhere(torch.ones(1, 2)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -152,3 +154,42 @@ def test_no_gpu_needs_no_hardware_queues(device, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with local_world(2, device, config=small()) as world:
         assert world.run(call) == [[0.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("place", ["run", "close", "build"])
+def test_ctrl_c_ends_waits(place):
+    """Of the ranks too: nobody waits for `timeout_s`, or for `setup_timeout_s`."""
+    program = f"""
+import os, signal, sys, threading, time, torch
+from pcie_comm import Config, PcieDcpGroup, local_world
+def interrupt(): threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def wait(group):
+    if group.rank == 0:
+        return group.run("all_reduce", torch.ones(1, 4))
+build, late = PcieDcpGroup.from_bootstrap, "{place}"
+def make(bootstrap, *rest):
+    if bootstrap.rank or late != "build":
+        return build(bootstrap, *rest)
+    interrupt()
+    return bootstrap.all_gather(b"", 25) and bootstrap.all_gather(b"", 25)
+PcieDcpGroup.from_bootstrap = make
+started = time.monotonic()
+try:
+    with local_world(2, "cpu", config=Config(timeout_s=25, setup_timeout_s=25)) as world:
+        if late == "close":
+            world.groups[1].close = lambda: time.sleep(2)
+        interrupt()
+        if late == "run":
+            world.run(wait)
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - started < 10)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "interrupted True\n", ended.stderr
+
+
+def test_a_world_that_was_not_entered_says_so():
+    with pytest.raises(AttributeError, match="enter it first"):
+        local_world(1, "cpu").run(call)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import urllib.request
 
 import pytest
@@ -90,3 +92,11 @@ def test_a_server_answers(world):
         server.server_close()
     assert value(text, "pcie_comm_ops_total", rank="1") == 3
     assert not thread.is_alive()
+
+
+def test_without_the_extra_the_remedy_is_named():
+    program = "import sys; sys.modules['prometheus_client'] = None; import pcie_comm.metrics"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "pip install 'pcie_comm[prometheus]'" in ended.stderr

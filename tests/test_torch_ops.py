@@ -25,7 +25,7 @@ from pcie_comm import (
     tracing,
 )
 from pcie_comm.kernels import registry
-from pcie_comm.kernels.all_gathers import GATHERS
+from pcie_comm.kernels.all_gathers import GATHERS, AllGather
 from pcie_comm.kernels.all_reduce_norm import AllReduceRmsNorm
 from pcie_comm.kernels.router_presets import DEEPSEEK_V3, QWEN3_MOE
 
@@ -126,6 +126,30 @@ def check_run(group, plugin, tensors) -> None:
     for found in (OPS.run(*args), outs):
         for want, one in zip(wanted, found, strict=True):
             assert torch.equal(want, one)
+
+
+def test_results_have_no_gradient_compiled_or_not(group):
+    x = torch.ones(2, 4, requires_grad=True)
+    for call in (
+        lambda x: group.run("all_reduce", x * 2),
+        lambda x: group.run(NORM, x, x, x[0])[0],
+        lambda x: group.all_gather_pair(x, x)[0],
+    ):
+        for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            assert not run(x).requires_grad
+            assert run(x * 1).grad_fn is None
+
+
+def test_an_operator_is_made_anew_for_another_schema(group, monkeypatch):
+    """The old one is undone at once, not when Python collects it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    x = torch.ones(2, 4)
+    try:
+        register(AllGather(2))
+        assert len(OPS.all_gather(group.handle, x, x)) == 2
+    finally:
+        register(AllGather(1))
+    assert torch.equal(OPS.all_gather(group.handle, x), x)
 
 
 def test_a_plugin_is_not_made_where_calls_are_traced(group):

@@ -224,10 +224,19 @@ def run_world(world_size: int, device: str, shape: Shape, tokens: int) -> dict[s
     }
 
 
+def _numbers_of_ranks(text: str) -> list[int]:
+    numbers = text.split(",")
+    if not set(numbers) <= {"1", "2", "4", "8"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: this model is cut for 1, 2, 4 or 8 ranks")
+    return [int(number) for number in numbers]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Decode with every number of ranks; compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks: 1, 2, 4 or 8")
+    parser.add_argument(
+        "--ranks", type=_numbers_of_ranks, default="1,2,4", help="numbers of ranks: 1, 2, 4 or 8"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda:N, or cuda for all in turn")
     parser.add_argument("--tokens", type=int, default=64, help="of the longest sequence")
     parser.add_argument("--sequences", type=int, default=4, help="decoded at a time")
@@ -237,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = len(PROMPT) + options.tokens + PROPOSALS + 2
     shape = Shape(length=length, sequences=options.sequences)
     first: object = None
-    for world_size in (int(part) for part in options.ranks.split(",")):
+    for world_size in options.ranks:
         found = run_world(world_size, options.device, shape, options.tokens)
         first = first or found["streams"]
         same = found["streams"] == first

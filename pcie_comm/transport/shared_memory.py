@@ -9,6 +9,7 @@ on its file, which the kernel drops with the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -38,7 +39,14 @@ class SharedMemoryFile:
     def __init__(self, name: str, descriptor: int, nbytes: int, *, owner: bool) -> None:
         self.name = name
         self.mapped_nbytes = _file_nbytes(nbytes)
-        self._memory = mmap.mmap(descriptor, self.mapped_nbytes)
+        try:
+            self._memory = mmap.mmap(descriptor, self.mapped_nbytes)
+        except OSError as error:
+            raise UnsupportedError(
+                f"cannot map nbytes={self.mapped_nbytes} of {SHM_DIR / name} ({error.strerror}); "
+                f"{_remedy(error, 'raise ulimit -v, or lower Config.slot_nbytes')}",
+                reason="a slab cannot be mapped",
+            ) from error
         self._lock = descriptor if owner else -1
         self.view = memoryview(self._memory)[:nbytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -59,7 +67,7 @@ class SharedMemoryFile:
         except OSError as error:
             raise UnsupportedError(
                 f"cannot create {SHM_DIR / name} ({error.strerror}); "
-                "make /dev/shm a tmpfs that this user may write to",
+                f"{_remedy(error, 'make /dev/shm a tmpfs that this user may write to')}",
                 reason="/dev/shm is not writable",
             ) from error
         try:
@@ -72,7 +80,7 @@ class SharedMemoryFile:
             with suppress(FileNotFoundError):
                 os.unlink(SHM_DIR / name)
             if isinstance(error, OSError):
-                raise _no_room(_file_nbytes(nbytes), error.strerror) from error
+                raise _no_room(_file_nbytes(nbytes), error) from error
             raise
 
     @classmethod
@@ -194,7 +202,7 @@ def _check_room(nbytes: int) -> None:
             reason="/dev/shm is missing",
         ) from error
     if nbytes > free:
-        raise _no_room(nbytes, "too little room")
+        raise _no_room(nbytes, OSError(errno.ENOSPC, "too little room"))
 
 
 def _free_nbytes() -> int:
@@ -202,9 +210,20 @@ def _free_nbytes() -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _no_room(nbytes: int, why: str | None) -> UnsupportedError:
+def _no_room(nbytes: int, why: OSError) -> UnsupportedError:
+    enlarge = "lower Config.slot_nbytes, or enlarge it (docker run --shm-size=...)"
     return UnsupportedError(
-        f"cannot reserve nbytes={nbytes} in {SHM_DIR} ({why}): free_nbytes={_free_nbytes()}; "
-        "lower Config.slot_nbytes, or enlarge it (docker run --shm-size=...)",
+        f"cannot reserve nbytes={nbytes} in {SHM_DIR} ({why.strerror}): "
+        f"free_nbytes={_free_nbytes()}; {_remedy(why, enlarge)}",
         reason="/dev/shm is full",
     )
+
+
+def _remedy(error: OSError, usual: str) -> str:
+    """Return what to do about a limit of this process, or what usually helps."""
+    limits = {
+        errno.EMFILE: "raise the number of files that a process may open (ulimit -n)",
+        errno.ENFILE: "the host has too many open files",
+        errno.EFBIG: "raise the size that a file may have (ulimit -f)",
+    }
+    return limits.get(error.errno or 0, usual)

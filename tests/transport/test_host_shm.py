@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -268,3 +269,28 @@ def test_what_a_process_left_behind_is_reclaimed(
     assert left not in os.listdir(tmp_path)
     transport.free()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "remedy"),
+    [
+        ("open", errno.EMFILE, "ulimit -n"),
+        ("open", errno.EROFS, "make /dev/shm a tmpfs"),
+        ("posix_fallocate", errno.EFBIG, "ulimit -f"),
+        ("posix_fallocate", errno.ENOSPC, "--shm-size"),
+        ("mmap", errno.ENOMEM, "ulimit -v"),
+        ("mmap", errno.EMFILE, "ulimit -n"),
+    ],
+)
+def test_a_limit_of_the_process_is_named(
+    call: str, code: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(shared_memory.mmap if call == "mmap" else os, call, fail)
+    with pytest.raises(UnsupportedError, match=re.escape(remedy)) as caught:
+        SharedMemoryFile.create(NBYTES)
+    monkeypatch.undo()
+    assert os.strerror(code) in str(caught.value)
+    assert own_files() == []
