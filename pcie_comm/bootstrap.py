@@ -22,6 +22,7 @@ from .config import Config
 from .errors import (
     BrokenError,
     ClosedError,
+    CommError,
     PeerAbortedError,
     PeerError,
     PeerTimeoutError,
@@ -75,6 +76,11 @@ class Bootstrap(ABC):
     def failed(self) -> bool:
         """An exchange failed: this end refuses further ones."""
         return self._failure is not None
+
+    @property
+    def failure(self) -> CommError | None:
+        """What an exchange failed with, if it was an error of this library."""
+        return self._failure if isinstance(self._failure, CommError) else None
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """Give `payload` to every rank and return the payloads of all.

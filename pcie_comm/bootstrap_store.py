@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from .agreement import read_pair
 from .bootstrap import Bootstrap, aborted_by
 from .errors import PeerDiedError
+from .store_requests import FAREWELL_S, Answer, Requests, SilenceError
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
@@ -71,14 +72,17 @@ class StoreBootstrap(Bootstrap):
         self.hosts_store = global_rank == 0 and not dist.is_torchelastic_launched()
         self._round = 0
         members = "-".join(map(str, sorted(order)))
+        meeting = PrefixStore(f"pcie_comm/{members}", store)
+        pause = Pause(timeout_s)
         try:
-            meeting = PrefixStore(f"pcie_comm/{members}", store)
-            session = self._join(meeting, timeout_s)
-            self._session: Store | None = PrefixStore(session, meeting)
+            session = self._join(Requests(meeting), pause)
+        except SilenceError as error:
+            raise self._timed_out([], pause.started) from error
         except RuntimeError as error:
             self._raise_store_error(error)
+        self._session: Requests | None = Requests(PrefixStore(session, meeting))
 
-    def _join(self, store: Store, timeout_s: float) -> str:
+    def _join(self, meeting: Requests, pause: Pause) -> str:
         """Return the name of a session that all ranks have entered.
 
         Each rank writes a fresh token, the tokens of all make the session's name, and each rank
@@ -86,57 +90,88 @@ class StoreBootstrap(Bootstrap):
         owner does not acknowledge; when the owner comes again, its new token makes a new name.
         """
         mine, joins = f"join/{self._global_rank}", [f"join/{rank}" for rank in self.global_ranks]
-        store.set(mine, secrets.token_hex(8))
-        session, pause = "", Pause(timeout_s)
-        while not (session and store.check(_acknowledgements(session, self.global_ranks))):
-            tokens = [store.get(key) for key in joins] if store.check(joins) else [_LEFT]
+
+        def ask(request: Callable[[Store], Answer]) -> Answer:
+            return meeting.ask(request, max(pause.remaining_s(), FAREWELL_S))
+
+        def all_there(session: str) -> bool:
+            return ask(lambda store: store.check(_acknowledgements(session, self.global_ranks)))
+
+        def read_tokens(store: Store) -> list[bytes]:
+            return [store.get(key) for key in joins] if store.check(joins) else [_LEFT]
+
+        def acknowledge(store: Store) -> None:
+            store.delete_key(f"{session}/ack/{self._global_rank}")
+            store.set(f"{name}/ack/{self._global_rank}", "1")
+
+        def leave(store: Store) -> list[int]:
+            keys = _acknowledgements(session, self.global_ranks) if session else joins
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            store.set(mine, _LEFT.decode())
+            store.delete_key(f"{session}/ack/{self._global_rank}")
+            return missing
+
+        session = ""
+        ask(lambda store: store.set(mine, secrets.token_hex(8)))
+        while not (session and all_there(session)):
+            tokens = ask(read_tokens)
             name = hashlib.sha256(b"".join(sorted(tokens))).hexdigest()[:16]
             if _LEFT not in tokens and name != session:
-                store.delete_key(f"{session}/ack/{self._global_rank}")
+                ask(acknowledge)
                 session = name
-                store.set(f"{session}/ack/{self._global_rank}", "1")
             elif pause.remaining_s() <= 0:
-                keys = _acknowledgements(session, self.global_ranks) if session else joins
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                store.set(mine, _LEFT.decode())
-                store.delete_key(f"{session}/ack/{self._global_rank}")
-                raise self._timed_out(missing, pause.started)
+                raise self._timed_out(ask(leave), pause.started)
             else:
                 pause.sleep()
         return session
 
     def _exchange(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        store, number, pause = self._session, self._round, Pause(timeout_s)
-        assert store is not None  # all_gather refuses after close
+        session, number, pause = self._session, self._round, Pause(timeout_s)
+        assert session is not None  # all_gather refuses after close
         self._round += 1
         keys = [f"{number}/{rank}" for rank in self.global_ranks]
+
+        def ask(request: Callable[[Store], Answer]) -> Answer:
+            return session.ask(request, max(pause.remaining_s(), FAREWELL_S), self._check_peers)
+
+        def look(store: Store) -> tuple[list[bytes] | None, bytes | None]:
+            if store.check(keys):
+                return [store.get(key) for key in keys], None
+            return None, store.get("abort") if store.check(["abort"]) else None
+
+        def missing(store: Store) -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
         try:
-            store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes are legal
-            while not store.check(keys):
-                if store.check(["abort"]):
-                    peer, reason = read_pair(store.get("abort"), int, str)
+            ask(lambda store: store.set(keys[self.rank], payload))  # type: ignore[arg-type]  # bytes are legal
+            payloads, aborted = ask(look)
+            while payloads is None:
+                if aborted is not None:
+                    peer, reason = read_pair(aborted, int, str)
                     raise aborted_by(self.rank, peer, reason)
                 self._check_peers()
                 if pause.remaining_s() <= 0:
-                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                    raise self._timed_out(missing, pause.started)
+                    raise self._timed_out(session.ask(missing), pause.started)
                 pause.sleep()
-            payloads = [store.get(key) for key in keys]
+                payloads, aborted = ask(look)
             if number:
-                store.delete_key(f"{number - 1}/{self._global_rank}")
+                ask(lambda store: store.delete_key(f"{number - 1}/{self._global_rank}"))
+        except SilenceError as error:
+            raise self._timed_out([], pause.started) from error
         except RuntimeError as error:
             self._raise_store_error(error)
         return payloads
 
     def shared_store(self) -> Store:
         assert self._session is not None  # nobody asks after close
-        return self._session
+        return self._session.store
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        if self._session is not None:
+        session, note = self._session, json.dumps([self.rank, reason])
+        if session is not None:
             with suppress(RuntimeError):
-                self._session.set("abort", json.dumps([self.rank, reason]))
+                session.ask(lambda store: store.set("abort", note))
 
     def close(self) -> None:
         """Give up the connection.
@@ -146,15 +181,15 @@ class StoreBootstrap(Bootstrap):
         """
         # Let go of the store: it would outlive torch's destroy_process_group, and what is left in
         # it would confuse the next init_process_group of this process.
-        store, self._session = self._session, None
-        if store is None:
+        session, self._session = self._session, None
+        if session is None:
             return
         super().close()
         with suppress(RuntimeError):  # the store is gone: nothing to tidy up
-            if store.add("closed", 1) == self.world_size:
-                self._delete_session(store)
+            if session.ask(lambda store: store.add("closed", 1)) == self.world_size:
+                session.ask(self._delete_session)
             pause = Pause(_LINGER_S if self.hosts_store else 0.0)
-            while pause.remaining_s() > 0 and store.check(["closed"]):
+            while pause.remaining_s() > 0 and session.ask(lambda store: store.check(["closed"])):
                 pause.sleep()
 
     def _delete_session(self, store: Store) -> None:

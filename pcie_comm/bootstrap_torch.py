@@ -75,12 +75,12 @@ class ProcessGroupBootstrap(Bootstrap):
         options.timeout = timedelta(seconds=max(pause.remaining_s(), 0.001))
         try:
             work = self._process_group.allgather([gathered], [mine], options)
-            if self._device.type == "cuda":  # wait() would only order streams
-                while not work.is_completed():
-                    self._check_peers()
-                    if pause.remaining_s() <= 0:
-                        raise self._timed_out([], pause.started)
-                    pause.sleep()
+            # wait() would see no peer that aborts, hear no signal, and on CUDA only order streams
+            while not work.is_completed():
+                self._check_peers()
+                if pause.remaining_s() <= 0:
+                    raise self._timed_out([], pause.started)
+                pause.sleep()
             work.wait(options.timeout)
         except RuntimeError as error:
             if pause.remaining_s() <= 0.01:

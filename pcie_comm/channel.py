@@ -308,7 +308,7 @@ class Channel(Collectives):
         """Return the protocols of the calls so far; before the first, what was asked for."""
         if isinstance(self.engine, ReferenceEngine):
             return [self.engine.protocol]
-        plans = [plan for call in self._planned.values() for plan in call.plans]
+        plans = [plan for call in list(self._planned.values()) for plan in call.plans]
         used = {name for plan in plans for name in plan.kernel.variant}
         return sorted(KNOWN_PROTOCOLS & used) or [self.info.protocol]
 
@@ -319,7 +319,7 @@ class Channel(Collectives):
             source: Of the limits of `auto`.
         """
         found: dict[str, dict[str, None]] = {}
-        for call in self._planned.values():
+        for call in list(self._planned.values()):
             for plan in call.plans if call.plan.exchanged else ():
                 found.setdefault(plan.op, {})[self._reason(plan, source)] = None
         return {op: list(reasons) for op, reasons in found.items()}

@@ -75,7 +75,7 @@ def close(estate: Estate, bootstrap: Bootstrap, timeout_s: float) -> None:
     Raises:
         CommError: A rank that lives did not come, or a driver failed.
     """
-    failure = estate.failure()
+    failure = estate.failure() or bootstrap.failure
     if failure is not None:
         estate.watch.give_up(failure)
         close_alone(estate)
@@ -90,6 +90,11 @@ def close(estate: Estate, bootstrap: Bootstrap, timeout_s: float) -> None:
             close_alone(estate)
         if not cut_off:
             raise
+    except BaseException as error:  # Ctrl-C
+        estate.watch.abort(f"close() was interrupted by {type(error).__name__}")
+        with suppress(CommError):
+            close_alone(estate, 0.0)
+        raise
 
 
 def close_together(estate: Estate, bootstrap: Bootstrap, timeout_s: float) -> None:
@@ -117,7 +122,7 @@ def close_together(estate: Estate, bootstrap: Bootstrap, timeout_s: float) -> No
     estate.free()
 
 
-def close_alone(estate: Estate) -> None:
+def close_alone(estate: Estate, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
     """Free what no living peer can address; keep the rest, for `reclaim` to look at later.
 
     Requires: the peers were told that this rank comes to no further call.
@@ -130,7 +135,7 @@ def close_alone(estate: Estate) -> None:
         estate.watch.leave()
         return
     estate.abandoned = True
-    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     try:
         while not _try_to_free(estate) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)

@@ -72,8 +72,13 @@ def _from_env(name: str) -> Any:
 
 
 def _default_cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "pcie_comm"
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "pcie_comm"
+    try:
+        return Path.home() / ".cache" / "pcie_comm"
+    except RuntimeError:  # a user without a home
+        return Path(os.devnull) / "pcie_comm"  # where nothing is, nor can be written
 
 
 def _is_number(value: object, *kinds: type) -> bool:
@@ -176,6 +181,21 @@ class Config:
     def contract(self) -> dict[str, object]:
         """Return the settings that every rank must share, by name."""
         return {name: getattr(self, name) for name in SHARED}
+
+
+def settings_of(config: object) -> Config:
+    """Return the settings of a group: the given ones, else those of the environment.
+
+    Raises:
+        InvalidArgumentError: Neither None nor a Config.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise InvalidArgumentError(
+            f"config={config!r} is no Config; give pcie_comm.Config(...), or None"
+        )
+    return config
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .bootstrap import Bootstrap, agree, compare, open_bootstrap
 from .calls import fused_collective
 from .channel import Channel, Collectives
 from .closing import Estate
-from .config import Config
+from .config import Config, settings_of
 from .cuda_engine import CudaEngine
 from .dist_engine import DistEngine
 from .dist_opening import Opening, board_of, facts_of, open_engine
@@ -48,21 +48,6 @@ from .watch.watch import Watch, open_watch
 Engine = CudaEngine | HostEngine | DistEngine
 
 _groups: WeakSet[PcieDcpGroup] = WeakSet()
-
-
-def _settings(config: object) -> Config:
-    """Return the settings of a group: the given ones, else those of the environment.
-
-    Raises:
-        InvalidArgumentError: Neither None nor a Config.
-    """
-    if config is None:
-        return Config()
-    if not isinstance(config, Config):
-        raise InvalidArgumentError(
-            f"config={config!r} is no Config; give pcie_comm.Config(...), or None"
-        )
-    return config
 
 
 def _check_name(name: object) -> None:
@@ -106,7 +91,7 @@ class PcieDcpGroup(Collectives):
         config: Config | None = None,
     ) -> None:
         self._closed = True
-        settings = _settings(config)
+        settings = settings_of(config)
         bootstrap = open_bootstrap(ranks, process_group, settings)
         self._start(bootstrap, device, transport, settings)
 
@@ -128,7 +113,7 @@ class PcieDcpGroup(Collectives):
             raise InvalidArgumentError(f"bootstrap={given!r} is no Bootstrap; derive from it")
         group = cls.__new__(cls)
         group._closed = True
-        group._start(bootstrap, device, transport, _settings(config))
+        group._start(bootstrap, device, transport, settings_of(config))
         return group
 
     def _start(
@@ -213,6 +198,8 @@ class PcieDcpGroup(Collectives):
         except BaseException:
             for engine in engines:
                 engine.close()
+            if self._bootstrap.failed:  # and out of step for good: nobody shall wait for it
+                self._bootstrap.abort(f"it gave up channel {name!r}")
             self._discard(transport)
             raise
         info = PlanInfo(
@@ -321,7 +308,7 @@ class PcieDcpGroup(Collectives):
             check_rows(rows, collective, self.config.max_rows)
         with blaming(collective, "failed to judge a world size", self.rank):
             collective.check_world_size(self.world_size)
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             info = channel.info
             for one in (collective, *map(find, collective.made_of)):
                 channel.engine.prepare(one, protocols_of(info.protocol, info.limits))
@@ -335,7 +322,7 @@ class PcieDcpGroup(Collectives):
             PeerDiedError, PeerAbortedError: A rank died or aborted, whether or not a call waited.
         """
         self._check_open()
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             channel.check()
 
     def stats(self) -> dict[str, ChannelStats]:
@@ -377,7 +364,7 @@ class PcieDcpGroup(Collectives):
             "closed": self._closed,
             "peers": {f"rank {r}": self._watch.describe(r) for r in range(self.world_size)},
         }
-        for name, channel in self._channels.items():
+        for name, channel in list(self._channels.items()):
             facts[f"channel {name}"] = {
                 "protocol": ", ".join(channel.protocols()),
                 "calls": channel.choices(terms.crossovers.source),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NoReturn, TypeVar
@@ -36,6 +38,7 @@ class LocalWorld:
         self.streams = streams
         self._threads = ThreadPoolExecutor(len(groups), thread_name_prefix="pcie_comm.rank")
         self._closed = False
+        _worlds.add(self)
 
     def run(self, fn: Callable[[PcieDcpGroup], Result]) -> list[Result]:
         """Call `fn(group)` on every rank at once; return the results in rank order.
@@ -131,6 +134,18 @@ def _devices(world_size: int, device: str | torch.device | None) -> list[str]:
         return [name] * world_size
     count = max(torch.cuda.device_count(), 1)
     return [f"cuda:{rank % count}" for rank in range(world_size)]
+
+
+_worlds: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
+
+
+def _forget_worlds() -> None:
+    """Close the worlds of a forked child: their threads are the parent's."""
+    for world in list(_worlds):
+        world._closed = True
+
+
+os.register_at_fork(after_in_child=_forget_worlds)
 
 
 class _Opening(contextlib.AbstractContextManager[LocalWorld]):

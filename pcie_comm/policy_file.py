@@ -19,7 +19,7 @@ def load_crossovers(path: Path | None) -> Crossovers:
         return Crossovers()
     try:
         report = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor JSON
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor JSON
         raise InvalidArgumentError(
             f"policy_file={path} cannot be read ({error}); {REMEDY}"
         ) from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from .counters import HostCounters
-from .errors import BusyError, CommError
+from .errors import BusyError, ClosedError, CommError
 from .kernels.collective import Collective, Plan
 from .kernels.plan_checks import run_reference
 from .layout import STAGED_ALIGNMENT, align_up
@@ -49,6 +49,7 @@ class ReferenceEngine(ABC):
         self._failure: CommError | None = None
         self.broken = [0]  # not 0 once the channel is: read before every call
         self._in_use = threading.Lock()
+        self._ended = False
         self.counters: HostCounters | None = None
         self.nvtx = False
 
@@ -105,7 +106,11 @@ class ReferenceEngine(ABC):
                     op=plan.op,
                 )
             try:
+                if self._ended:
+                    raise ClosedError(f"{plan.op}: the channel was closed", rank=self.rank)
                 shards = self._exchange(plan, inputs)
+            except ClosedError:
+                raise
             except BaseException as error:
                 # Whatever ended it, peers may still read this epoch's slot: no later call may run.
                 # The frames of a raised error hold views of the slabs: a copy is kept.
@@ -126,8 +131,13 @@ class ReferenceEngine(ABC):
         """Return every rank's inputs, in rank order; what is not exchanged is the own."""
 
     def synchronize(self) -> None:
-        """Wait for a call of another thread; bounded, since every call is."""
-        if self._in_use.acquire(timeout=self.timeout_s + 1.0):
+        """Wait for a call of another thread, and begin no further one.
+
+        Bounded, since every call is.
+        """
+        there = self._in_use.acquire(timeout=self.timeout_s + 1.0)
+        self._ended = True
+        if there:
             self._in_use.release()
 
     @abstractmethod

@@ -31,8 +31,8 @@ _DTYPES: dict[str, torch.dtype] = {
 data_ptr = torch.Tensor.data_ptr
 
 _NO_MEMORY = (
-    "is no strided array in memory (layout, quantized, nested, fake, or wrapped by a transform); "
-    "give a plain tensor"
+    "is no strided array in memory (layout, quantized, nested, negated lazily, fake, wrapped by a "
+    "transform); give a plain tensor"
 )
 
 
@@ -69,7 +69,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
         tensor.data_ptr()
     except RuntimeError:
         return False
-    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    lazy = tensor.is_neg() or tensor.is_conj()  # its bytes are not its numbers
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or lazy)
 
 
 def alignment_of(tensor: object) -> int:
@@ -100,8 +101,8 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 def key_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a cheap hashable that decides `meta_of`, the device and whether it is plain."""
-    address = tensor.data_ptr() & 15
-    return (type(tensor), address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    kind = (type(tensor), tensor.is_neg(), tensor.data_ptr() & 15)
+    return (kind, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _current_stream_handle(index: int) -> int:
@@ -137,6 +138,17 @@ def check_inputs(op: str, tensors: Sequence[object], count: int, device: torch.d
             raise InvalidArgumentError(
                 f"input {index} is a {type(tensor).__name__} that {_NO_MEMORY}", op=op
             )
+        _check_aligned(op, f"input {index}", tensor)
+
+
+def _check_aligned(op: str, what: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor begins where its elements may: what came through DLPack need not."""
+    if tensor.data_ptr() % min(tensor.itemsize, 16):
+        raise InvalidArgumentError(
+            f"{what} begins at address={tensor.data_ptr():#x}, which is no multiple of its "
+            f"itemsize={tensor.itemsize}; copy it",
+            op=op,
+        )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -180,6 +192,7 @@ def check_outputs(
             raise InvalidArgumentError(
                 f"out[{index}] is not contiguous ({facts}, strides={out.stride()})", op=op
             )
+        _check_aligned(op, f"out[{index}]", out)
         start, stop = _span(out)
         for label, (other_start, other_stop) in spans:
             if start < other_stop and other_start < stop:

@@ -40,7 +40,8 @@ def _fake(monkeypatch):
     yield
     deadline = time.monotonic() + 15  # what hangs up has limits of its own
     while time.monotonic() < deadline and any(
-        thread.name in ("pcie_comm.far", "pcie_comm.hang_up") for thread in threading.enumerate()
+        thread.name in ("pcie_comm.far", "pcie_comm.hang_up", "pcie_comm.store")
+        for thread in threading.enumerate()
     ):
         time.sleep(0.01)
     left = [t.name for t in threading.enumerate() if t.name.startswith("pcie_comm.")]

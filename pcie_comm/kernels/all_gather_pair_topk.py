@@ -62,6 +62,11 @@ class AllGatherPairTopk(Collective):
         self.spec = spec
         self.width = HIDDEN if is_kimi(spec) else width
         self.name = "all_gather_pair_kimi_topk" if is_kimi(spec) else "all_gather_pair_topk"
+        if is_kimi(spec) and width not in (None, HIDDEN):
+            raise InvalidArgumentError(
+                f"width={width!r}, but the down row of Kimi K3 has {HIDDEN} columns; leave it out",
+                op=self.name,
+            )
         self.num_inputs = 3 if spec.bias else 2
 
     def prepared_by(self) -> str:

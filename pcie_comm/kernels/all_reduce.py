@@ -71,10 +71,12 @@ class AllReduce(_Reduction):
 
     def plan_columns(
         self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
-    ) -> tuple[Plan, tuple[int, ...]]:
+    ) -> tuple[Plan, tuple[int, ...]] | None:
         """See Collective.plan_columns. A part of a row is a row."""
         (local,) = tensors
         begin, end = share_of_bytes(row_nbytes(local), part, parts)
+        if begin == end:  # there are more parts than packs
+            return None
         numbers = (end - begin) // local.itemsize
         plan = self.plan(info, replace(local, shape=(1, numbers), strides=(numbers, 1)))
         return plan, (begin, begin)
@@ -116,11 +118,13 @@ class ReduceScatter(_Reduction):
 
     def plan_columns(
         self, info: PlanInfo, part: int, parts: int, *tensors: TensorMeta
-    ) -> tuple[Plan, tuple[int, ...]]:
+    ) -> tuple[Plan, tuple[int, ...]] | None:
         """See Collective.plan_columns. Of every owner's columns the same part."""
         (local,) = tensors
         size = row_nbytes(local) // info.world_size
         begin, end = share_of_bytes(size, part, parts)
+        if begin == end:  # there are more parts than packs
+            return None
         one = Parts(end - begin, apart=size, count=info.world_size)
         return plan_reduction(self.name, info, local, (), one), (begin, begin)
 

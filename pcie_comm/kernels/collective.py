@@ -258,7 +258,8 @@ class Collective(ABC):
             tensors: Of the whole call.
 
         Returns:
-            The plan of the launch, and per input and output where it begins, in bytes.
+            The plan of the launch, and per input and output where it begins, in bytes; None too if
+            this part is empty.
         """
         return None
 

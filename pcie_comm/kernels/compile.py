@@ -189,9 +189,9 @@ def read(folder: Path, key: KernelKey, arch: str) -> CompiledKernel | None:
         CompileError: The files are damaged.
     """
     meta_file = folder / f"{key}.{arch}.json"
-    if not meta_file.exists():
-        return None
     try:
+        if not meta_file.exists():
+            return None
         meta = json.loads(meta_file.read_bytes())
         checksum = meta.pop("sha256")
         cubin = (folder / f"{key}.{arch}.{checksum[:12]}.cubin").read_bytes()
@@ -200,8 +200,10 @@ def read(folder: Path, key: KernelKey, arch: str) -> CompiledKernel | None:
         kernel = CompiledKernel(cubin=cubin, **meta)
         if (kernel.key, kernel.arch) != (str(key), arch):
             raise ValueError(f"it describes {kernel.key} for {kernel.arch}")
+        if type(kernel.block) is not int:
+            raise TypeError(f"block={kernel.block!r}")
         return kernel
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CompileError(
             f"kernel file {meta_file} is damaged ({error}); delete it and build it again",
             op=key.op,

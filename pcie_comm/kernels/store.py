@@ -110,7 +110,7 @@ class KernelStore:
         kernel = compiler.build(collective, key, arch)
         try:
             compiler.write(kernel, folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no path
             return kernel, f"compiled by this process; not cached ({error})"
         return kernel, "compiled by this process"
 

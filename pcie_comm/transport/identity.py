@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import secrets
 from collections.abc import Sequence
@@ -31,12 +33,27 @@ def process_token() -> str:
 
 
 def process_facts() -> dict[str, str | int]:
-    """Return what a record says of its process: host, pid, token."""
+    """Return what a record says of its process: host, pid, token.
+
+    Raises:
+        UnsupportedError: The process has no descriptor left.
+    """
+    return {"boot": _boot_of(_BOOT_ID), "pid": os.getpid(), "process": process_token()}
+
+
+@functools.cache
+def _boot_of(path: Path) -> str:
+    """Return the name of this host since it was started."""
     try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:
-        boot = os.uname().nodename
-    return {"boot": boot, "pid": os.getpid(), "process": process_token()}
+        return path.read_text().strip()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise UnsupportedError(
+                f"cannot read {path} ({error.strerror}); raise the number of files that a process "
+                "may open (ulimit -n)",
+                reason="no descriptor is left",
+            ) from error
+        return os.uname().nodename
 
 
 def check_same_host(record: SlabRecord, peer: int) -> None:

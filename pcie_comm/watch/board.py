@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..store_requests import Requests
 from .cause import Cause, Kind
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ class Board:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self.store = store
         self.rank = rank
+        self._requests = Requests(store)
 
     def leave(self, name: str, note: object) -> None:
         """Leave a note of this rank, in place of its last one of that name."""
         with suppress(RuntimeError):
-            self.store.set(f"{name}/{self.rank}", json.dumps(note))
+            self._requests.ask(lambda store: store.set(f"{name}/{self.rank}", json.dumps(note)))
 
     def read(self, name: str, rank: int) -> Any:
         """Return a rank's note, or None."""
@@ -48,16 +49,19 @@ class Board:
     def leave_first(self, name: str, note: object) -> None:
         """Leave a note unless some rank has left one of that name."""
         with suppress(RuntimeError):
-            self.store.compare_set(name, "", json.dumps(note))
+            self._requests.ask(lambda store: store.compare_set(name, "", json.dumps(note)))
 
     def first(self, name: str) -> Any:
         """Return the note of who was first, or None."""
         return self._look(name)
 
     def _look(self, key: str) -> Any:
+        def look(store: Store) -> bytes | None:
+            return store.get(key) if store.check([key]) else None
+
         with suppress(RuntimeError, ValueError):
-            if self.store.check([key]):
-                return json.loads(self.store.get(key))
+            note = self._requests.ask(look)
+            return None if note is None else json.loads(note)
         return None
 
 

@@ -15,6 +15,7 @@ from ..span import Span
 from . import watchdog
 from .board import Board, FarSight
 from .cause import Cause, Kind
+from .life_lock import LifeLock
 from .peer import Peer
 from .process import Process
 from .roll_call import Line, RollCall, State
@@ -67,6 +68,7 @@ class Watch:
         self.one_process = not any(peer.foreign for peer in self.peers.values())
         self._roll_call: RollCall | None = roll_call
         self._own = roll_call.line(rank)
+        self._held: LifeLock | None = None
         self._on_cause = on_cause
         self._lock = threading.RLock()
 
@@ -79,11 +81,14 @@ class Watch:
 
     def hold_life_lock(self) -> None:
         """Take the own life lock for the calling thread, the watchdog's."""
-        self._own.life_lock().hold()
+        self._held = self._own.life_lock()
+        self._held.hold()
 
     def release_life_lock(self) -> None:
-        """Give the own life lock back, on the thread that took it."""
-        self._own.life_lock().release()
+        """Give the own life lock back, on the thread that took it. Idempotent."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def look(self) -> None:
         """Look at every peer once; called by the watchdog, and by ranks of this process."""

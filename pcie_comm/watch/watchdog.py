@@ -57,16 +57,27 @@ class _Thread(threading.Thread):
             done.set()
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have the thread do something, and wait until it is done, or the thread is."""
-        done = threading.Event()
+        """Have the thread do something, and wait until it is done, or the thread is.
+
+        A signal does not end the wait, but is raised after it: the job is done all the same, and
+        the memory that it works on must not go before.
+        """
+        done, interruption = threading.Event(), None
         self._jobs.append((job, done))
-        os.eventfd_write(self._wake, 1)
-        while not done.wait(PATIENCE_S) and self.is_alive():
-            pass
+        while not done.is_set() and self.is_alive():
+            try:
+                os.eventfd_write(self._wake, 1)
+                done.wait(PATIENCE_S)
+            except BaseException as error:  # such as KeyboardInterrupt
+                interruption = error
+        if interruption is not None:
+            raise interruption
 
     def stop(self) -> None:
         """End the thread; wait for it, but not for ever."""
         self._stopping = True
+        if not self.is_alive():
+            return
         os.eventfd_write(self._wake, 1)
         self.join(PATIENCE_S)
         if not self.is_alive():
@@ -77,7 +88,7 @@ class _Watchdog:
     """The watches of this process, and the thread while it is needed."""
 
     def __init__(self) -> None:
-        self.changing = threading.Lock()
+        self.changing = threading.RLock()  # a signal's handler may close a group within a change
         self.watches: list[Watch] = []
         self.thread: _Thread | None = None
 
@@ -88,12 +99,14 @@ _state = _Watchdog()
 def add(watch: Watch) -> None:
     """Look at a watch's peers from now on."""
     with _state.changing:
+        _state.watches = [*_state.watches, watch]  # first: what is held is found and given back
         if not watch.one_process:
-            if _state.thread is None:
-                _state.thread = _Thread()
-                _state.thread.start()
+            if _state.thread is None or not _state.thread.is_alive():
+                _state.thread = None
+                thread = _Thread()
+                thread.start()
+                _state.thread = thread
             _state.thread.do(watch.hold_life_lock)
-        _state.watches = [*_state.watches, watch]
 
 
 def remove(watch: Watch) -> None:
@@ -101,11 +114,13 @@ def remove(watch: Watch) -> None:
     with _state.changing:
         if watch not in _state.watches:
             return
-        _state.watches = [other for other in _state.watches if other is not watch]
         thread = _state.thread
-        if thread is not None and not watch.one_process:
-            thread.do(watch.release_life_lock)
-            if all(other.one_process for other in _state.watches):
+        try:
+            if thread is not None and not watch.one_process:
+                thread.do(watch.release_life_lock)
+        finally:
+            _state.watches = [other for other in _state.watches if other is not watch]
+            if thread is not None and all(other.one_process for other in _state.watches):
                 _state.thread = None
                 thread.stop()
 

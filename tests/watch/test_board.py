@@ -81,7 +81,7 @@ DAMAGED = [
 @pytest.mark.parametrize("note", DAMAGED)
 def test_a_damaged_note_is_none(note):
     (board,) = boards(1)
-    board.store.set("cause", note)
+    board._requests.store.set("cause", note)
     watch = watch_of()
     far = FarSight(board, watch)
     time.sleep(0.12)
