@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import bytes_of, small
 
-from pcie_comm import InvalidArgumentError, PcieDcpGroup, local_world
+from pcie_comm import KIMI_K3, InvalidArgumentError, PcieDcpGroup, local_world
 from pcie_comm.kernels import router_presets
 from pcie_comm.kernels.registry import find
 
@@ -203,6 +204,43 @@ def test_what_has_no_memory_is_refused(world):
     ):
         with pytest.raises(InvalidArgumentError, match="no strided array in memory"):
             call()
+    assert_works(world)
+
+
+def between_elements(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return fp32 two bytes behind a multiple of 4, as DLPack may bring it."""
+    raw = np.zeros(4 * math.prod(shape) + 16, np.uint8)
+    offset = -raw.ctypes.data % 16 + 2
+    return torch.from_dlpack(np.ndarray(shape, np.float32, raw.data, offset))
+
+
+def test_what_begins_between_elements_is_refused(world):
+    """A GPU cannot load it: the context would be lost."""
+    group = world.groups[0]
+    for call in (
+        lambda: kimi(group, DOWN, between_elements(tuple(ROUTER.shape)), BIAS),
+        lambda: kimi(group, DOWN, ROUTER, between_elements(tuple(BIAS.shape))),
+        lambda: group.run("all_reduce", between_elements((2, 4))),
+        lambda: group.run("all_reduce", torch.ones(2, 4), out=between_elements((2, 4))),
+        lambda: group.run("lse_reduce_scatter", torch.ones(2, 4, 8), between_elements((2, 4))),
+    ):
+        with pytest.raises(InvalidArgumentError, match="no multiple of its itemsize=4|align them"):
+            call()
+    assert_works(world)
+
+
+def test_what_is_negated_lazily_is_refused(world):
+    """Its bytes are not its numbers; also where a tensor of the same shape was seen before."""
+    group, right = world.groups[0], torch.ones(2, 4)
+    world.run(lambda g: g.run("all_reduce", right))
+    with pytest.raises(InvalidArgumentError, match="negated lazily"):
+        group.run("all_reduce", torch._neg_view(right))
+    assert_works(world)
+
+
+def test_the_width_of_kimis_row_is_its_own(world):
+    with pytest.raises(InvalidArgumentError, match="width=64, but the down row of Kimi"):
+        world.groups[0].all_gather_pair_topk(DOWN, ROUTER, BIAS, spec=KIMI_K3, width=64)
     assert_works(world)
 
 

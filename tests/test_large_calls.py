@@ -16,6 +16,7 @@ from launcher import run_threads
 from worlds import small
 
 from pcie_comm import InvalidArgumentError, MismatchError, UnsupportedError, local_world
+from pcie_comm.crossovers import Limits
 from pcie_comm.kernels import pieces as module
 from pcie_comm.kernels.all_gather_pair import AllGatherPair
 from pcie_comm.kernels.collective import Collective, PlanInfo, TensorMeta
@@ -245,3 +246,13 @@ def test_a_model_of_a_prefill_takes_few_launches():
     _, pieces = plan_call(find("all_gather"), info, [meta])
     assert len(pieces) == math.ceil(8192 * 1792 / (512 << 10)) + 1
     assert isinstance(find("all_gather"), Collective)
+
+
+def test_a_row_of_fewer_packs_than_parts_is_cut():
+    """Then some parts are empty."""
+    info = replace(info_of(16, "auto", 128), max_blocks=16, limits=Limits(4000, 1000))
+    for width in (32 * 35, 2272, 32 * 100):
+        metas = [meta_of(torch.empty(1, width).half())]
+        for op in ("reduce_scatter", "all_reduce"):
+            _, pieces = plan_call(find(op), info, metas)
+            assert all(piece.plan.staged_nbytes <= 128 for piece in pieces)

@@ -185,7 +185,7 @@ def test_a_damaged_abort_in_the_store_still_aborts(word):
     def on_rank(rank: int) -> None:
         end = StoreBootstrap(store, (0, 1), rank, 10.0)
         if rank == 1:
-            end._session.set("abort", word)
+            end.shared_store().set("abort", word)
         else:
             end.all_gather(b"", 10.0)
 

@@ -146,3 +146,20 @@ def test_files_may_be_read_by_others(tmp_path):
 def test_control_without_its_chmod_they_may_not(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
     assert modes(tmp_path) == {".cubin": 0o600, ".json": 0o600}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "0", "[1]", '"x"', "{}", '{"sha256": 1}', "[" * 100_000, "block"]
+)
+def test_a_damaged_description_is_that_and_nothing_else(text, tmp_path):
+    compiler.write(OLD, tmp_path)
+    (description,) = tmp_path.glob("*.json")
+    if text == "block":  # right but for one type
+        text = json.dumps(json.loads(description.read_bytes()) | {"block": "many"})
+    description.write_text(text)
+    assert seen(tmp_path) == DAMAGED
+
+
+def test_a_folder_that_cannot_be_looked_into_is_damage(tmp_path):
+    assert seen(tmp_path / ("long" * 100)) == DAMAGED
+    assert seen(Path("no\0path")) in (DAMAGED, None)  # Python 3.13 has no such path
