@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .agreement import read_pair
 from .bootstrap import Bootstrap, aborted_by
+from .config import agent_hosts_store
 from .errors import PeerDiedError
 from .store_requests import FAREWELL_S, Answer, Requests, SilenceError
 
@@ -69,7 +69,7 @@ class StoreBootstrap(Bootstrap):
     ) -> None:
         super().__init__(order.index(global_rank), order)
         self._global_rank = global_rank
-        self.hosts_store = global_rank == 0 and not dist.is_torchelastic_launched()
+        self.hosts_store = global_rank == 0 and not agent_hosts_store()
         self._round = 0
         members = "-".join(map(str, sorted(order)))
         meeting = PrefixStore(f"pcie_comm/{members}", store)

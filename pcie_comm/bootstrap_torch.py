@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .bootstrap import Bootstrap, alone
 from .bootstrap_store import Pause, StoreBootstrap
-from .config import LaunchEnvironment
+from .config import LaunchEnvironment, agent_hosts_store
 from .errors import InvalidArgumentError, PeerDiedError, PeerTimeoutError, UnsupportedError
 from .rank_order import group_order
 
@@ -198,7 +198,7 @@ def _connect(environment: LaunchEnvironment, timeout_s: float) -> Store:
     assert environment.rank is not None
     assert environment.rendezvous is not None
     rank, (host, port), pause = environment.rank, environment.rendezvous, Pause(timeout_s)
-    if rank != 0 or dist.is_torchelastic_launched():
+    if rank != 0 or agent_hosts_store():
         _await_listener(host, port, rank, pause)
     found = queue.SimpleQueue[Any]()
 

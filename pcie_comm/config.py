@@ -238,6 +238,11 @@ class LaunchEnvironment:
         )
 
 
+def agent_hosts_store() -> bool:
+    """Tell whether the launch's store is the torchrun agent's, and not that of global rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def cuda_visibility() -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, each if it is set."""
     names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -179,6 +180,46 @@ def test_a_store_that_is_none_is_not_waited_for_longer(listens: bool) -> None:
     seconds, _, text = ended.stdout.partition(" ")
     assert 1.5 < float(seconds) < 6, ended.stderr
     assert ("does not answer" if listens else "refused") in text
+
+
+PROGRAM = """
+import torch
+from pcie_comm import Config, PcieDcpGroup
+with PcieDcpGroup(2, "cpu", config=Config(setup_timeout_s=20)) as group:
+    assert group.run("barrier", torch.zeros(1, 1).int()).shape == (1, 2)
+"""
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_ranks_of_torchrun_meet(backend: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    where = [f"--rdzv-backend={backend}", "--nproc-per-node=2", "--nnodes=1"]
+    if backend == "static":
+        where += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--node-rank=0"]
+    else:
+        where += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *where, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def meets(rank: int, world_size: int) -> bool:
+    end = open_bootstrap(world_size, None, Config(setup_timeout_s=TIMEOUT_S))
+    round_trip(end, "under torchrun")
+    assert isinstance(end, StoreBootstrap)
+    end.close()
+    return end.hosts_store
+
+
+def test_rank_0_hosts_the_store_where_torchruns_agent_does_not() -> None:
+    env = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert run_ranks(meets, 2, env=env) == [True, False]
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
