@@ -208,12 +208,11 @@ class LaunchEnvironment:
 
     rank: int | None
     world_size: int | None
-    local_rank: int | None
     rendezvous: tuple[str, int] | None
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+        """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         Raises:
             InvalidArgumentError: A number is none, or the port is out of range.
@@ -233,7 +232,6 @@ class LaunchEnvironment:
         return cls(
             rank=number("RANK"),
             world_size=number("WORLD_SIZE"),
-            local_rank=number("LOCAL_RANK"),
             rendezvous=(host, int(port)) if host and port else None,
         )
 

@@ -180,12 +180,11 @@ class HostEngine(ReferenceEngine):
 
     def _check_hope(self, plan: Plan, slot: int, peer: int, elapsed_ns: int) -> None:
         """Raise if waiting on for `peer` makes no sense."""
-        self._check_same_call(plan, slot, peer)
+        for other in range(len(self._bytes)):  # first: it says more than what follows from it
+            self._check_same_call(plan, slot, other)
         cause, late = self._cause, elapsed_ns > self.timeout_s * 1e9
         if cause is None and not late:
             return
-        for other in range(len(self._bytes)):  # a mismatch says more than what followed from it
-            self._check_same_call(plan, slot, other)
         if cause is not None:
             raise cause.error(self.rank, plan.op, self.epoch)
         seen = int(self._flag(self.rank, slot, peer)[0]) & EPOCH_MASK

@@ -51,7 +51,7 @@ def resolve(handle: str) -> Channel:
             raise ClosedError(f"channel {handle!r} is closed", rank=channel.info.rank)
         return channel
     number = handle.partition("/")[0]
-    if number.isdecimal() and int(number) < _published:
+    if number.isdecimal() and len(number) < 20 and int(number) < _published:
         raise ClosedError(f"channel {handle!r} is gone: its group was closed and dropped")
     raise InvalidArgumentError(
         f"group={handle!r} names no channel of this process; give the `handle` of a group or "

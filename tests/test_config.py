@@ -16,7 +16,7 @@ from pcie_comm.config import (
 )
 from pcie_comm.errors import InvalidArgumentError
 
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 FROM_ENVIRONMENT = {
     "timeout_s": ("2.5", 2.5),
@@ -208,10 +208,10 @@ def test_the_contract_holds_what_ranks_must_share():
 
 
 def test_launch_environment(monkeypatch):
-    assert LaunchEnvironment.read() == LaunchEnvironment(None, None, None, None)
-    for name, text in zip(LAUNCH_VARIABLES, ("3", "8", "1", "localhost", "29500"), strict=True):
+    assert LaunchEnvironment.read() == LaunchEnvironment(None, None, None)
+    for name, text in zip(LAUNCH_VARIABLES, ("3", "8", "localhost", "29500"), strict=True):
         monkeypatch.setenv(name, text)
-    assert LaunchEnvironment.read() == LaunchEnvironment(3, 8, 1, ("localhost", 29500))
+    assert LaunchEnvironment.read() == LaunchEnvironment(3, 8, ("localhost", 29500))
     monkeypatch.setenv("MASTER_PORT", "")
     assert LaunchEnvironment.read().rendezvous is None
 
@@ -224,7 +224,7 @@ def test_a_bad_port_is_named(text, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "-1", "one", "1.0", "²"])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_a_bad_rank_is_named(name, text, monkeypatch):
     monkeypatch.setenv(name, text)
     with pytest.raises(InvalidArgumentError, match=f"{name}={text!r}"):

@@ -349,6 +349,19 @@ def test_one_rank_of_three_makes_another_call():
     close_each(groups)
 
 
+def test_a_mismatch_is_seen_although_a_rank_between_is_late():
+    groups = build_each([{"config": small(timeout_s=20.0)}] * 3)
+    started = time.monotonic()
+    errors = on_each(
+        groups,
+        lambda g: None if g.rank == 1 else g.all_gather_pair(*[rows_of(1 + g.rank)] * 2),
+    )
+    assert time.monotonic() - started < 5.0
+    assert [type(error) for error in errors[::2]] == [MismatchError] * 2
+    assert [error.peer for error in errors[::2]] == [2, 0]
+    close_each(groups)
+
+
 def test_b36_no_call_has_too_many_rows_or_bytes():
     """It takes several epochs. Ranks that disagree about rows are told at once, in the first."""
     config = small(max_rows=8, slot_nbytes=4096, timeout_s=TIMEOUT_S)

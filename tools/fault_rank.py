@@ -264,6 +264,10 @@ class Player:
         return ""
 
 
+IDLE_S = 2.0
+"""Longest time that a thread which nobody needs may take to end."""
+
+
 def note(report: Report, error: CommError) -> None:
     """Write down an error; of a broken group, what broke it."""
     cause = error.__cause__
@@ -273,6 +277,16 @@ def note(report: Report, error: CommError) -> None:
     report.exit_code = getattr(error, "exit_code", None)
 
 
+def _threads_left() -> int:
+    """Return how many threads of ours there are after a moment: idle ones end by themselves."""
+    deadline = time.monotonic() + IDLE_S
+    while True:
+        left = sum("pcie_comm" in thread.name for thread in threading.enumerate())
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+
+
 def left_behind() -> dict[str, int]:
     """Return how much there is of what a closed group must not leave."""
     maps = Path("/proc/self/maps").read_text()
@@ -280,7 +294,7 @@ def left_behind() -> dict[str, int]:
         "mappings": maps.count("/pcie_comm."),
         "kept": len(closing._kept),
         "watches": watchdog.watched(),
-        "threads": sum("pcie_comm" in thread.name for thread in threading.enumerate()),
+        "threads": _threads_left(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
 

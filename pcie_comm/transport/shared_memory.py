@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..layout import align_up
 
 SHM_DIR = Path("/dev/shm")
+_LOCKED_WITHIN_S = 60.0
+"""Longest time between a file's creation and its lock, for a process that is not stopped."""
+
 _NAME = re.compile(r"pcie_comm\.(\d+)\.[0-9a-f]{32}")
 
 
@@ -154,9 +158,22 @@ def remove_stale_files() -> list[str]:
     with suppress(OSError):
         for name in os.listdir(SHM_DIR):
             match = _NAME.fullmatch(name)
-            if match and not _process_exists(int(match[1])) and _remove_if_unlocked(name):
+            if not match:
+                continue
+            # An owner locks its file at once. So what is old and not locked is nobody's, though its
+            # owner's number may be another process's by now (in containers they begin at 1).
+            gone = not _process_exists(int(match[1])) or _age_s(name) > _LOCKED_WITHIN_S
+            if gone and _remove_if_unlocked(name):
                 removed.append(name)
     return removed
+
+
+def _age_s(name: str) -> float:
+    """Return how long ago a file was last written to, by the clock; 0 if it is gone."""
+    try:
+        return time.time() - (SHM_DIR / name).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _process_exists(pid: int) -> bool:

@@ -10,6 +10,7 @@ import secrets
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,20 @@ def test_name_of_a_process_that_nobody_has_waited_for_is_reclaimed() -> None:
     stale = file_of(process.pid)
     assert stale.name in remove_stale_files()
     assert process.wait() == 0
+
+
+def test_an_old_name_that_nobody_has_locked_is_reclaimed() -> None:
+    """Its pid belongs to another process by now: in a container, numbers begin anew."""
+    old, young = file_of(os.getpid()), file_of(1)
+    try:
+        hour_ago = time.time() - 3600
+        os.utime(old, (hour_ago, hour_ago))
+        removed = remove_stale_files()
+        assert old.name in removed
+        assert young.name not in removed
+    finally:
+        for path in (old, young):
+            path.unlink(missing_ok=True)
 
 
 def test_names_of_the_living_stay() -> None:
