@@ -27,6 +27,7 @@ from .errors import (
     CommError,
     CommWarning,
     InvalidArgumentError,
+    PeerTimeoutError,
 )
 from .host_engine import HostEngine
 from .kernels.collective import Collective, PlanInfo, check_collective
@@ -198,8 +199,9 @@ class PcieDcpGroup(Collectives):
         except BaseException:
             for engine in engines:
                 engine.close()
-            if self._bootstrap.failed:  # and out of step for good: nobody shall wait for it
-                self._bootstrap.abort(f"it gave up channel {name!r}")
+            failure = self._bootstrap.failure
+            if isinstance(failure, PeerTimeoutError):  # who comes later shall not wait, too
+                self._bootstrap.abort(f"it gave up channel {name!r}: {failure}")
             self._discard(transport)
             raise
         info = PlanInfo(
