@@ -65,10 +65,9 @@ def in_processes(rank: int, world_size: int) -> tuple[str, ...]:
         with pytest.raises((MismatchError, BrokenError)) as caught:
             ranks.all_gather_pair(*pair_of(0.0, width))
         if isinstance(caught.value, BrokenError):  # it came when the other two had given up
-            assert rank == 2
             assert isinstance(caught.value.__cause__, PeerAbortedError)
         else:
-            assert caught.value.peer == (0 if rank == 1 else 1)
+            assert caught.value.peer in ((0, 2) if rank == 1 else (1,))
         del caught  # its frames have views of the slabs
     gc.collect()
     assert own_files() == own_mappings() == []

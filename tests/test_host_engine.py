@@ -345,7 +345,8 @@ def test_one_rank_of_three_makes_another_call():
     groups = build_each([{}] * 3)
     errors = on_each(groups, lambda g: g.all_gather_pair(*[rows_of(1 + (g.rank == 1))] * 2))
     assert [type(error) for error in errors] == [MismatchError] * 3
-    assert [error.peer for error in errors] == [1, 0, 1]
+    assert [errors[0].peer, errors[2].peer] == [1, 1]
+    assert errors[1].peer in (0, 2)  # whoever comes first
     close_each(groups)
 
 
