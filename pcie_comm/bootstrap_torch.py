@@ -246,5 +246,5 @@ def _unreachable(host: str, port: int, rank: int, why: Exception) -> PeerTimeout
     return PeerTimeoutError(
         f"cannot reach the store at MASTER_ADDR={host} and MASTER_PORT={port} "
         f"({str(why).partition(chr(10))[0]}); the launcher or global rank 0 must host it, here is "
-        f"global rank {rank}",
+        f"global rank {rank}"
     )

@@ -94,6 +94,7 @@ class ReferenceEngine(ABC):
             MismatchError: A peer made another call.
             PeerAbortedError, PeerDiedError: `abort` was called.
             BusyError: Another thread is in a call on this channel; nothing was done.
+            ClosedError: The channel was closed meanwhile; nothing was done.
             UnsupportedError: The plugin's reference fails, or does not return what was planned.
         """
         shards: Sequence[Sequence[torch.Tensor]] = [inputs]
@@ -107,24 +108,30 @@ class ReferenceEngine(ABC):
                 )
             try:
                 if self._ended:
-                    raise ClosedError(f"{plan.op}: the channel was closed", rank=self.rank)
-                shards = self._exchange(plan, inputs)
-            except ClosedError:
-                raise
-            except BaseException as error:
-                # Whatever ended it, peers may still read this epoch's slot: no later call may run.
-                # The frames of a raised error hold views of the slabs: a copy is kept.
-                self._failure = (
-                    copy.copy(error) if isinstance(error, CommError) else _interrupted(error)
-                )
-                self.broken[0] = 1
-                raise
+                    raise ClosedError(
+                        "the channel was closed; build a new group", rank=self.rank, op=plan.op
+                    )
+                shards = self._exchange_or_break(plan, inputs)
             finally:
                 self._in_use.release()
         with torch.inference_mode():  # as kernels do: bytes are written, gradients are not tracked
             results = run_reference(collective, self.rank, shards, outputs)
             for output, value in zip(outputs, results, strict=True):
                 output.copy_(value)
+
+    def _exchange_or_break(
+        self, plan: Plan, inputs: Sequence[torch.Tensor]
+    ) -> list[Sequence[torch.Tensor]]:
+        try:
+            return self._exchange(plan, inputs)
+        except BaseException as error:
+            # Whatever ended it, peers may still read this epoch's slot: no later call may run.
+            # The frames of a raised error hold views of the slabs: a copy is kept.
+            self._failure = (
+                copy.copy(error) if isinstance(error, CommError) else _interrupted(error)
+            )
+            self.broken[0] = 1
+            raise
 
     @abstractmethod
     def _exchange(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

@@ -118,14 +118,16 @@ class Requests:
         """
         if self.silent:
             raise SilenceError("the store did not answer before")
-        with _changing:
-            worker = _idle.pop() if _idle else None
-        worker = worker or _Worker()
+        worker: _Worker | None = None
         try:
+            with _changing:
+                worker = _idle.pop() if _idle else None
+            worker = worker or _Worker()
             answers = worker.submit(lambda: request(self.store))
             answer, error = self._awaited(answers, limit_s, look)
         except BaseException:
-            worker.dismiss()
+            if worker is not None:
+                worker.dismiss()
             raise
         with _changing:
             _idle.append(worker)

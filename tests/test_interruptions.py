@@ -255,7 +255,7 @@ def test_a_thread_that_cannot_start_is_missed_by_nobody_later(monkeypatch):
     assert watchdog._state.thread is None
 
 
-def test_a_call_that_comes_with_close_is_refused(monkeypatch):
+def test_a_call_that_comes_with_close_is_refused():
     """It has passed the first look whether the channel is open."""
     with local_world(1, "cpu", config=small()) as world:
         channel = world.groups[0]._channels["default"]
